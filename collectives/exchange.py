@@ -10,21 +10,23 @@ divided among the ranks.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from commpress.codecs import Policy, policy_of
-from commpress.codecs.family import EXACT
+from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.allreduce import Outcome, Workspace, check_buffer, reduce_bucket
-from commpress.collectives.buckets import MESSAGE, Message, Span, messages, one_message
+from commpress.collectives.buckets import MESSAGE, Message, Span, messages
 from commpress.collectives.channel import Channel
 from commpress.collectives.levels import Levels
 from commpress.collectives.powersgd import (
     Bases,
     MatrixPlan,
     RowsOnly,
+    add_error,
     check_bases,
+    factor_message,
     load_bases,
     matrices_of,
     plan_matrices,
@@ -40,6 +42,7 @@ from commpress.collectives.two_level import (
 )
 from commpress.errors import check_counts
 from commpress.feedback import ErrorFeedback, Key, Residual, ResidualStore
+from commpress.kernels.pieces import NUMEL, SOURCE
 from commpress.work import Steps, overlapped
 
 Tensors = tuple[list[Span], Sequence[Sequence[int]]]  # where each lies in the buffer, and its shape
@@ -199,8 +202,7 @@ class ReduceInLevels(Exchange):
     """The mean in two levels: sums inside a node, rows between nodes, each slice with its own
     residuals.
 
-    Factors of matrices travel the same way, exactly; their residual is each rank's own, as in one
-    level.
+    Factors of matrices travel the same way; their residual is each rank's own, as in one level.
     """
 
     def __init__(
@@ -241,20 +243,40 @@ class ReduceInLevels(Exchange):
         )
         sequence += len(self.routes)
 
-        def mean(factor: torch.Tensor, message: Message, number: int) -> Steps[bool]:
+        def mean(
+            codec: Codec,
+            factor: torch.Tensor,
+            message: Message,
+            number: int,
+            error: torch.Tensor | None,
+        ) -> Steps[bool]:
             if message not in self._factors:
-                whole = one_message(factor.numel(), EXACT, hierarchy.rows, feedback=False)
+                lines = zip(message.keys, message.pieces.table, strict=True)
+                spans = [Span(key[0], int(line[SOURCE]), int(line[NUMEL])) for key, line in lines]
+                whole = factor_message(spans, codec, hierarchy.rows)
                 self._factors[message] = route(
                     replace(whole, codec=message.codec, label=message.label), hierarchy
                 )
+            way = self._factors[message]
             done = yield from reduce_route(
                 factor,
-                {},
-                route=self._factors[message],
+                {} if error is None else way.zeros(factor.device),
+                route=way,
                 hierarchy=hierarchy,
                 workspace=workspace,
                 sequence=number,
+                key=key,
             )
+            if error is not None:
+                for outcome, at in zip(done, way.between, strict=False):
+                    add_error(
+                        outcome,
+                        message,
+                        error,
+                        hierarchy.between[at].rank,
+                        divisor=hierarchy.divisor,
+                        scale=hierarchy.scale,
+                    )
             return all(outcome.finite for outcome in done)
 
         for plan, feedback in self.matrices:
@@ -267,7 +289,7 @@ class ReduceInLevels(Exchange):
                 sequence=sequence,
                 key=key,
                 gain=gain,
-                mean=mean,
+                mean=partial(mean, plan.factors),
             )
             outcomes.append(outcome)
             sequence += plan.MESSAGES
@@ -374,12 +396,11 @@ class Exchanges:
         device: torch.device,
     ) -> Exchange:
         """Send tensors with whole-tensor codecs as matrices and the rest in rows."""
-        attach, matrices = self.residuals.attach, matrices_of(spans, shapes, policy)
-        plans = (
-            [plan_matrices(matrices, self.size, self.bases, device=device, seed=self.seed)]
-            if matrices
-            else []
-        )
+        attach, size, bases = self.residuals.attach, self.size, self.bases
+        plans = [
+            plan_matrices(found, size, bases, device=device, factors=factors, seed=self.seed)
+            for factors, found in matrices_of(spans, shapes, policy)
+        ]
 
         def kept(message: Message) -> ErrorFeedback | None:
             return attach(message.keys, message.pieces, device) if self.feedback else None

@@ -4,6 +4,9 @@ each.
     M = g·x + e        P = mean(M·Q)      P̂ = orthonormal(P)
     Qᵢ = Mᵀ·P̂          e ← M − P̂·Qᵢᵀ     Q = mean(Qᵢ)         x = P̂·Qᵀ / g
 
+With a codec of factors both means are compressed. P̂ is as good as its codec; the errors of Q stay
+in the residuals, δᵢ of what this rank sent and s of what it reduced: e ← e + P̂·(δᵢ + ranks·s)ᵀ.
+
 Note: the local residual. Each rank keeps the error of its own Qᵢ, not that of the mean. The means
 of both are equal, and so are the outputs; but the difference of two ranks' global residuals is the
 sum of the differences of all their gradients, a random walk, while the local one is a projection of
@@ -14,6 +17,7 @@ Every rank computes P̂ and x for itself; the kernels see to it that they agree
 by the parameter's name like a residual.
 """
 
+import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,18 +29,20 @@ import torch
 
 from commpress.codecs.codec import Codec
 from commpress.codecs.family import EXACT
-from commpress.codecs.policy import Policy
+from commpress.codecs.policy import Policy, Same
 from commpress.codecs.whole_tensors import LowRankCodec
 from commpress.collectives.allreduce import NumberedCall, Outcome, reduce_message
-from commpress.collectives.buckets import PIECE, Message, Span, one_message
+from commpress.collectives.buckets import PIECE, Message, Span, messages
 from commpress.collectives.frame import HEADER
 from commpress.errors import StateMismatch
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.devices import low_rank_arithmetic
 from commpress.kernels.matrices import (
+    LEFT,
     LOW_RANK,
     MARK,
     PLACE,
+    RANK,
     RIGHT,
     SOURCE,
     TALL,
@@ -45,11 +51,12 @@ from commpress.kernels.matrices import (
     Matrix,
     stack,
 )
-from commpress.kernels.pieces import Pieces, width_of
+from commpress.kernels.pieces import NUMEL, RESIDUAL, Pieces, width_of
 from commpress.work import Steps
 
-# averages a buffer, given its message and sequence number
-Mean = Callable[[torch.Tensor, Message, int], Steps[bool]]
+# averages a factor, given its message and sequence number, and returns whether it was finite; adds
+# this rank's errors to the last argument
+Mean = Callable[[torch.Tensor, Message, int, torch.Tensor | None], Steps[bool]]
 # parameter → float32[rank, columns], orthonormal rows, the same on every rank
 Bases = dict[str, torch.Tensor]
 
@@ -78,17 +85,15 @@ class MatrixPlan:
     message: Message  # names and places of residuals; its layout is never sent
     left: Message
     right: Message
+    factors: Codec
     basis: torch.Tensor
     p: torch.Tensor
     q: torch.Tensor
 
     def sent_bytes(self, ranks: int) -> int:
         """Bytes that one rank sends to its peers in one call, headers included."""
-        return (
-            2
-            * (ranks - 1)
-            * sum(HEADER + message.pieces.row_bytes for message in (self.left, self.right))
-        )
+        rows = [cut for m in (self.left, self.right) for cut in (m.pieces, m.mean)]
+        return (ranks - 1) * sum(HEADER + cut.row_bytes for cut in rows)
 
 
 @dataclass
@@ -103,15 +108,20 @@ class LowRankOutcome(Outcome):
 
 def matrices_of(
     spans: Sequence[Span], shapes: Sequence[Sequence[int]], policy: Policy
-) -> list[tuple[Span, tuple[int, int, int]]]:
-    """List the spans that travel as matrices, equal shapes side by side."""
-    found = []
+) -> list[tuple[Codec, list[tuple[Span, tuple[int, int, int]]]]]:
+    """List the spans that travel as matrices, those of one codec of factors and of equal shapes
+    side by side."""
+    found: dict[str, tuple[Codec, list[tuple[Span, tuple[int, int, int]]]]] = {}
     for span, shape in zip(spans, shapes, strict=True):
         codec = policy.choose(span.name, span.numel)
         matrix = codec.matrix(shape) if isinstance(codec, LowRankCodec) else None
         if matrix is not None:
-            found.append((span, matrix))
-    return sorted(found, key=lambda one: (one[1], one[0].source))
+            factors = codec.factors
+            found.setdefault(factors.spec, (factors, []))[1].append((span, matrix))
+    return [
+        (factors, sorted(matrices, key=lambda one: (one[1], one[0].source)))
+        for _, (factors, matrices) in sorted(found.items())
+    ]
 
 
 def plan_matrices(
@@ -120,6 +130,7 @@ def plan_matrices(
     bases: Bases,
     *,
     device: torch.device,
+    factors: Codec = EXACT,
     seed: int = 0,
 ) -> MatrixPlan:
     """Plan matrices, starting from their ``bases`` if known; afterwards ``bases`` points into the
@@ -138,19 +149,27 @@ def plan_matrices(
             view.copy_(bases[name])
         bases[name] = view
     label = "\n".join(f"{name} {shape}" for name, (_, shape) in zip(names, found, strict=True))
-    spec = f"powersgd/{max(shape[2] for _, shape in found)}"
+    coded = "" if factors.lossless else f"+{factors.spec}"
+    spec = f"powersgd/{max(shape[2] for _, shape in found)}{coded}"
 
-    def factor(numel: int, side: str) -> Message:
-        return replace(
-            one_message(numel, EXACT, ranks, name=f"{side}\n{label}", feedback=False), codec=spec
-        )
+    def factor(side: str, first: int, length: int) -> Message:
+        """Coded factors are cut by matrix: other matrices beside one must not change its bits."""
+        spans = [Span("", 0, table.right if first == RIGHT else table.left)]
+        if not factors.lossless:
+            spans = [
+                Span(f"{side} {name}", int(line[first]), int(line[RANK] * line[length]))
+                for name, line in zip(names, table.table, strict=True)
+            ]
+        mark = zlib.crc32(f"{side}\n{label}".encode())
+        return replace(factor_message(spans, factors, ranks), codec=spec, label=mark)
 
     return MatrixPlan(
         names,
         table,
         _residuals(names, table, ranks, spec),
-        factor(table.left, "P"),
-        factor(table.right, "Q"),
+        factor("P", LEFT, TALL),
+        factor("Q", RIGHT, WIDE),
+        factors,
         basis,
         torch.zeros(table.left, device=device),
         torch.zeros(table.right, device=device),
@@ -177,45 +196,57 @@ def reduce_matrices(
     ``discard`` the outcome.
 
     Uses ``MESSAGES`` sequence numbers. ``key`` must be the same on every rank. ``asks``: see
-    ``reduce_message``. ``mean`` averages a factor over all ranks in place and returns whether it
-    was finite.
+    ``reduce_message``. ``mean`` averages a factor over all ranks in place.
     """
     workspace, sequence, gain = call["workspace"], call["sequence"], call.get("gain", 1.0)
     kernels, matrices, p, q = low_rank_arithmetic(buffer.device), plan.matrices, plan.p, plan.q
     proposed, asked = workspace.propose(plan.message, feedback, buffer.device), False
 
-    def flat(factor: torch.Tensor, message: Message, number: int) -> Steps[bool]:
+    key, transport = call.get("key", 0), call["transport"]
+
+    def flat(
+        factor: torch.Tensor, message: Message, number: int, error: torch.Tensor | None
+    ) -> Steps[bool]:
         nonlocal asked
+        nothing = None if error is None else ErrorFeedback.zeros(message.pieces, factor.device)
         outcome = yield from reduce_message(
             factor,
-            None,
+            nothing,
             message=message,
-            transport=call["transport"],
+            transport=transport,
             workspace=workspace,
             sequence=number,
+            key=key,
             asks=call.get("asks", False),
         )
         asked |= outcome.asks
+        if error is not None:
+            add_error(outcome, message, error, transport.rank)
         return outcome.finite
 
     mean = mean or flat
+    error = None if feedback is None or plan.factors.lossless else torch.zeros_like(q)
 
     start = perf_counter()
     kernels.project(
         buffer, feedback and feedback.sent, proposed.sent, p, plan.basis, matrices, gain=gain
     )
     workspace.encoded(start)
-    finite = yield from mean(p, plan.left, sequence)
+    finite = yield from mean(p, plan.left, sequence, None)
     if finite:
         start = perf_counter()
         kernels.orthonormalize_left(p, matrices)
         kernels.fold(proposed.sent, p, q, matrices, subtract=feedback is not None)
         workspace.encoded(start)
-        finite = yield from mean(q, plan.right, sequence + 1)
+        finite = yield from mean(q, plan.right, sequence + 1, error)
     if finite:
         start = perf_counter()
+        if error is not None:
+            kernels.expand(p, error, buffer, matrices)
+            for first, numel, kept in plan.message.pieces.residual_runs:
+                proposed.sent[kept : kept + numel] += buffer[first : first + numel]
         kernels.expand(p, q, buffer, matrices, gain=1.0 / gain)
-        kernels.orthonormalize_right(q, matrices, call.get("key", 0))
+        kernels.orthonormalize_right(q, matrices, key)
         workspace.decoded(start)
     if feedback is None:
         workspace.give_residual(plan.message, proposed)
@@ -228,6 +259,40 @@ def reduce_matrices(
         plan,
         asks=asked,
     )
+
+
+def factor_message(spans: Sequence[Span], codec: Codec, ranks: int) -> Message:
+    """Make one message of a factor, a piece for each span."""
+    (whole,) = messages(spans, Same(codec), ranks, piece=sys.maxsize, message=sys.maxsize)
+    return whole
+
+
+def add_error(
+    outcome: Outcome,
+    whole: Message,
+    error: torch.Tensor,
+    rank: int,
+    *,
+    divisor: float = 0.0,
+    scale: float = 1.0,
+) -> None:
+    """Add to ``error`` what coding the factor of message ``whole`` has lost on this rank, and give
+    the residuals back.
+
+    Their mean over the ranks is what the mean of the factor lacks. ``divisor`` and ``scale`` are
+    those of ``average_rows``.
+    """
+    message, new = outcome.message, outcome.proposed
+    if new is not None:
+        new.settle(message.pieces)
+        new.join(message.pieces, rank, divisor)
+        lines = zip(message.keys, message.pieces.table, whole.pieces.table, strict=True)
+        for (_, offset), line, matrix in lines:
+            kept, numel, first = int(line[RESIDUAL]), int(line[NUMEL]), int(matrix[SOURCE]) + offset
+            if kept >= 0:
+                error[first : first + numel].add_(new.sent[kept : kept + numel], alpha=1 / scale)
+        new.joined = False
+        outcome.discard()
 
 
 def check_bases(bases: Bases, loaded: Mapping[str, torch.Tensor]) -> None:

@@ -35,6 +35,43 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant(
+        "what coding Q loses is lost",
+        "collectives/powersgd.py",
+        "proposed.sent[kept : kept + numel] += buffer[first : first + numel]",
+        "pass",
+        "tests/codecs/test_low_rank.py",
+    ),
+    Mutant(
+        "the error of a reduced factor counts as one rank's",
+        "collectives/powersgd.py",
+        "new.join(message.pieces, rank, divisor)",
+        "new.join(message.pieces, rank, 1.0)",
+        "tests/codecs/test_low_rank.py",
+    ),
+    Mutant(
+        "errors of factors between nodes are in units of a rank",
+        "collectives/exchange.py",
+        "scale=hierarchy.scale,",
+        "scale=1.0,",
+        "tests/codecs/test_low_rank.py",
+    ),
+    Mutant(
+        "coded factors share blocks with their neighbours",
+        "collectives/powersgd.py",
+        "        if not factors.lossless:\n            spans = [",
+        "        if False:\n            spans = [",
+        "tests/fsdp/test_fsdp_whole.py",
+    ),
+    Mutant(
+        "eight bits of gradients have equal steps",
+        "integrations/ddp/hook.py",
+        """        self,
+        codec: str | Codec | Policy | PerLayer = "fp8",""",
+        """        self,
+        codec: str | Codec | Policy | PerLayer = "int8",""",
+        "tests/foreign/test_asleep.py",
+    ),
+    Mutant(
         "the residual keeps what was sent",
         "commpress/feedback.py",
         ("            setattr(self, name, theirs)\n            setattr(other, name, mine)"),

@@ -27,6 +27,7 @@ EXAMPLES = (  # one name for each pattern
     "topk-64+bits2",
     "randk-32",
     "powersgd-4",
+    "powersgd-4+fp8",
 )
 REGISTERED: dict[str, Codec] = {}
 OWN = r"[a-z][a-z0-9_.-]{0,23}"
@@ -61,9 +62,12 @@ def codec_named(codec: str | Codec) -> Codec:
 
 def _numbered(name: str) -> Codec | None:
     """Return the codec of a name with a number: terngrad, bits2 … bits8, shift2 … shift8, topk-64
-    (one of 64), randk-32 (likewise), powersgd-4 (rank 4), topk-64+bits2 (values in two bits)."""
+    (one of 64), topk-64+bits2 (values in two bits), randk-32 (one of 32), powersgd-4 (rank 4),
+    powersgd-4+fp8 (factors in fp8)."""
     if name == "terngrad":
         return TernaryCodec(clip=2.5)
+    if low := re.fullmatch(r"powersgd-([1-9]\d{0,3})\+(.+)", name):
+        return LowRankCodec(int(low[1]), factors=codec_named(low[2]))
     if sparse := re.fullmatch(r"topk-([1-9]\d{0,3})\+bits(\d)", name):
         return SparseCodec(1 / int(sparse[1]), int(sparse[2]))
     match = re.fullmatch(r"(bits|shift|topk-|randk-|powersgd-)([1-9]\d{0,3})", name)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NoReturn
 
-from commpress.codecs.codec import NoRows
+from commpress.codecs.codec import Codec, NoRows
+from commpress.codecs.family import EXACT
 from commpress.errors import InvalidArgument
 
 
@@ -50,18 +51,24 @@ class LowRankCodec(WholeTensorCodec):
     factors of ``rank`` columns.
 
     A tensor is sent exactly if it has one dimension or if its factors would have more than 1 /
-    ``min_rate`` of its elements. The codec serves gradients, by itself or inside a policy; calls
+    ``min_rate`` of its elements. ``factors``: the codec of rows in which both factors travel; what
+    it loses stays in the residual. The codec serves gradients, by itself or inside a policy; calls
     that do not know shapes refuse it.
     """
 
     rank: int = 4
     min_rate: float = 2.0
+    factors: Codec = EXACT
     lossless: ClassVar[bool] = False
     feedback: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int) or not 1 <= self.rank <= 1024:
             raise InvalidArgument(f"rank is {self.rank!r}, expected a whole number from 1 to 1024")
+        if isinstance(self.factors, NoRows) or not hasattr(self.factors, "kind"):
+            raise InvalidArgument(
+                f"factors is {self.factors!r}, expected a codec of rows such as BlockCodec('fp8')"
+            )
         if not self.min_rate > 0:
             raise InvalidArgument(
                 f"min_rate is {self.min_rate!r}, expected a number above 0, such as 2"
@@ -81,8 +88,11 @@ class LowRankCodec(WholeTensorCodec):
 
     def bits(self, shape: Sequence[int], ranks: int) -> float:
         tall, wide, rank = self.matrix(shape) or (0, 0, 0)
-        return 32.0 * rank * (tall + wide) / math.prod(shape)
+        every = rank * tall, rank * wide
+        sent = sum(self.factors.row_bytes(n) + self.factors.back.row_bytes(n) for n in every)
+        return 4.0 * sent / math.prod(shape)
 
     @property
     def spec(self) -> str:
-        return f"powersgd/{self.rank}/{self.min_rate:g}"
+        coded = "" if self.factors == EXACT else f"/{self.factors.spec}"
+        return f"powersgd/{self.rank}/{self.min_rate:g}{coded}"

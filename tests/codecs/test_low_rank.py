@@ -7,14 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import commpress
-from commpress.codecs import LowRankCodec, policy_of
+from commpress.codecs import LowRankCodec, codec_named, policy_of
 from commpress.collectives.allreduce import Workspace, settle
 from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
+from commpress.collectives.levels import Levels
 from commpress.collectives.powersgd import matrices_of, plan_matrices, reduce_matrices
 from commpress.collectives.residual_state import flat_parts
+from commpress.collectives.topology import Topology
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
+from commpress.collectives.two_level import hierarchy_of
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.kernels import low_rank as torch_low_rank
@@ -142,16 +145,19 @@ def test_a_bad_number_is_seen_in_p(bad):
 class Run:
     """Matrices of ``shapes``, side by side with a gap, on simulated ranks."""
 
-    def __init__(self, shapes, rank, ranks, *, feedback=True, min_rate=1.0):
+    def __init__(self, shapes, rank, ranks, *, feedback=True, min_rate=1.0, factors="none"):
         self.ranks = ranks
         spans, at = [], 0
         for i, shape in enumerate(shapes):
             spans.append(Span(f"w{i}", at, int(np.prod(shape))))
             at += int(np.prod(shape))
         self.numel = at
-        found = matrices_of(spans, shapes, policy_of(LowRankCodec(rank, min_rate=min_rate)))
+        codec = LowRankCodec(rank, min_rate=min_rate, factors=codec_named(factors))
+        ((coded, found),) = matrices_of(spans, shapes, policy_of(codec))
         self.bases = [{} for _ in range(ranks)]
-        self.plans = [plan_matrices(found, ranks, bases, device=CPU) for bases in self.bases]
+        self.plans = [
+            plan_matrices(found, ranks, bases, device=CPU, factors=coded) for bases in self.bases
+        ]
         self.feedbacks = [
             ErrorFeedback.zeros(plan.message.pieces) if feedback else None for plan in self.plans
         ]
@@ -194,10 +200,11 @@ def gradients(ranks, numel, seed):
     return list(torch.randn(ranks, numel, generator=torch.Generator().manual_seed(seed)))
 
 
+@pytest.mark.parametrize("factors", ["none", "fp8", "int4", "sign", "topk-4"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_nothing_is_lost(ranks):
+def test_nothing_is_lost(ranks, factors):
     """Σ outputs + mean residual = Σ mean inputs, and every rank has the same bits."""
-    run = Run([(30, 40), (17, 90), (30, 40)], 2, ranks)
+    run = Run([(30, 40), (17, 90), (30, 40)], 2, ranks, factors=factors)
     sent, wanted = (
         torch.zeros(run.numel, dtype=torch.float64),
         torch.zeros(run.numel, dtype=torch.float64),
@@ -209,6 +216,55 @@ def test_nothing_is_lost(ranks):
         sent += outputs[0]
         wanted += torch.stack(inputs).double().mean(0)
     assert (sent + run.owed() - wanted).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("factors", ["none", "fp8", "int4"])
+@pytest.mark.parametrize("nodes", ["2,1", "2x2", "1,3,2"])
+def test_nothing_is_lost_in_levels(nodes, factors):
+    """Nodes of different size, slices of several of a rank: factors are coded between nodes."""
+    topology, shapes = Topology.parse(nodes), [(30, 40), (17, 90), (64, 64)]
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    spans = [Span(f"w{i}", sum(sizes[:i]), numel) for i, numel in enumerate(sizes)]
+    codec = LowRankCodec(2, factors=codec_named(factors))
+    channels = [Channel(transport) for transport in Loopback(topology.size).transports()]
+    for channel in channels:
+        channel.levels = Levels(hierarchy_of(topology, channel.transport))
+    sets = [
+        Exchanges(policy_of(codec), topology.size, c.workspace, levels=c.levels) for c in channels
+    ]
+    total = torch.zeros(sum(sizes), dtype=torch.float64)
+    for step in range(10):
+        buffers, jobs = gradients(topology.size, len(total), step), []
+        total += torch.stack(buffers).double().mean(0)
+        for channel, exchanges, buffer in zip(channels, sets, buffers, strict=True):
+            exchange = exchanges.of((), lambda: (spans, shapes), CPU)
+            sequence = channel.take(exchange.sequences)
+            jobs.append(exchange.steps(channel, buffer, sequence=sequence, key=step))
+        for outcomes in simulate(jobs):
+            settle(outcomes, taken=True)
+        assert all(torch.equal(buffers[0], other) for other in buffers)
+        total -= buffers[0]
+    for exchanges in sets:
+        ((plan, feedback),) = exchanges.of((), lambda: (spans, shapes), CPU).matrices
+        for start, numel, kept in plan.message.pieces.residual_runs:
+            total[start : start + numel] -= feedback.sent[kept : kept + numel] / topology.size
+    assert total.abs().max() < 1e-4
+
+
+def test_factors_are_counted_in_the_bytes_of_their_codec():
+    run = Run([(64, 128), (64, 128)], 4, 2, factors="fp8")
+    run.reduce(gradients(2, run.numel, 0))
+    numels = 2 * (4 * 64, 4 * 128)  # of P and of Q, half of each to the other rank
+    rows = [-(-codec_named("fp8").row_bytes(n // 2) // 8) * 8 for n in numels]
+    assert run.transports[0].sent_bytes == 2 * sum(rows) + 4 * 64
+    assert run.plans[0].sent_bytes(2) == run.transports[0].sent_bytes
+    codec = codec_named("powersgd-4+fp8")
+    assert codec == LowRankCodec(4, factors=codec_named("fp8"))
+    assert codec.bits((64, 128), 2) == pytest.approx(
+        0.25 * LowRankCodec(4).bits((64, 128), 2), rel=0.1
+    )
+    with pytest.raises(InvalidArgument, match=r"factors is .*, expected a codec of rows"):
+        LowRankCodec(4, factors=LowRankCodec(2))
 
 
 HARD = {

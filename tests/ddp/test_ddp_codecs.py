@@ -17,7 +17,7 @@ WAYS = {
 }
 every = pytest.mark.parametrize("way", WAYS)
 BOTH = ByName({"0.weight": "powersgd-2"}, "topk-8")
-MATRICES = ByName({"2.weight": "powersgd-4", "0.weight": "powersgd-2"}, "sign")
+MATRICES = ByName({"2.weight": "powersgd-4", "0.weight": "powersgd-2+fp8"}, "sign")
 WHOLE = WAYS | {"both": {"codec": BOTH}, "matrices": {"codec": MATRICES}}
 
 

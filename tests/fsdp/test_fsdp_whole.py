@@ -17,7 +17,9 @@ from fsdp_twin import Net, Plan, Session, carried
 from variants import seldom
 
 LOW_RANK = commpress.ByName({"norm|bias": "none"}, "powersgd-2")
-MIXED = commpress.ByName({"up.weight": "powersgd-1", "head": "none", "norm": "none"}, "powersgd-2")
+MIXED = commpress.ByName(
+    {"up.weight": "powersgd-1+fp8", "head": "none", "norm": "none"}, "powersgd-2"
+)
 CODECS = {"powersgd": LOW_RANK, "mixed": MIXED}
 PLAN = Plan(weights=None, steps=4)
 PAIRS = {"inside": "none", "topology": Topology(((0, 1), (2, 3)))}

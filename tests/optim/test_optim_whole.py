@@ -20,7 +20,7 @@ from optim_twin import Replicas, boundless, equal, noise, start, state_of, teles
 
 BETA1, BETA2, LR, WARMUP, AT, STEPS = 0.9, 0.99, 1e-2, 4, 7, 14
 SHAPES = ((40, 50), (24, 64), (40, 50), (600,), (7,))
-WHOLE = ["powersgd-2"]
+WHOLE = ["powersgd-2+fp8"]
 COMMON = {"lr": LR, "betas": (BETA1, BETA2), "min_numel": 0, "weight_decay": 0.1}
 
 

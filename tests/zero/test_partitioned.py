@@ -552,7 +552,7 @@ def like_the_hook_of_ddp(codec, options):
 
 @pytest.mark.parametrize(
     ("size", "codec", "options"),
-    [(2, "powersgd-2", {}), (3, "powersgd-2", {"bucket_mb": 0.004})],
+    [(2, "powersgd-2+int8", {}), (3, "powersgd-2", {"bucket_mb": 0.004})],
 )
 def test_codecs_of_whole_tensors_do_what_they_do_under_ddp(pool, size, codec, options):
     assert pool.run(like_the_hook_of_ddp, codec, options, size=size) == [True] * size
