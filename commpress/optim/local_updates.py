@@ -41,10 +41,16 @@ from commpress.optim.fragments import Flight, Fragment, StoredFragment, check_ro
 from commpress.optim.inner_optimizers import InnerOptimizers, check_hidden, check_inner, check_ranks
 from commpress.optim.layout import LocalWeights, columns_of, groups_on, is_held
 from commpress.optim.optimizer import loss_of
-from commpress.optim.optimizer_counters import LocalCounters
 from commpress.optim.outer import Average, Nesterov, Outer, outer_of
-from commpress.optim.rounds import ExchangeHeader, PaceMeter, RoundSchedule, check_same, slowest
-from commpress.optim.warmup import SharedWarmup
+from commpress.optim.rounds import (
+    ExchangeHeader,
+    LocalCounters,
+    PaceMeter,
+    RoundSchedule,
+    SharedWarmup,
+    check_same,
+    slowest,
+)
 from commpress.schedules import UNKNOWN, Every, Facts, Hidden, Pace, Seconds, Sync, sync_of
 from commpress.tiered_mem import TieredStore
 from commpress.torch_private import untraced

@@ -51,7 +51,7 @@ from commpress.integrations.trainers.rank_files import (
 )
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.optimizer import CompressedOptimizer
-from commpress.optim.windows import WindowedOptimizer
+from commpress.optim.zero_one_adam import WindowedOptimizer
 
 log = logging.getLogger("commpress")
 

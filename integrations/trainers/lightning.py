@@ -30,7 +30,7 @@ from commpress.integrations.trainers.compression import (
 from commpress.integrations.trainers.rank_files import gathered_on_first, part_of, take_parts
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.optimizer import CompressedOptimizer
-from commpress.optim.windows import WindowedOptimizer
+from commpress.optim.zero_one_adam import WindowedOptimizer
 
 log = logging.getLogger("commpress")
 
