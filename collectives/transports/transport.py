@@ -16,6 +16,7 @@ from commpress.collectives.transports.rows import HEADER, Rows, rows_of
 from commpress.work import Work
 
 
+@runtime_checkable
 class Transport(Protocol):
     rank: int
     size: int

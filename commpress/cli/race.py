@@ -150,7 +150,7 @@ class Racer:
         self.finish: Callable[[], object] = lambda: None  # brings all ranks to the same weights
         if who.own:
             own = DILOCO if who.name == "diloco" else {}
-            local = commpress.LocalUpdates(self._adamw(lr), seed=lane.seed, **own)
+            local = commpress.LocalUpdates(self._adamw(lr), **own)
             self.optimizer: torch.optim.Optimizer = local
             self.finish = local.drain
             return

@@ -22,7 +22,7 @@ from commpress.schedules import Hidden, Seconds, Sync
 # DDP modules whose ranks each keep their own gradients
 ALONE: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
 BETWEEN = (
-    "group= is for the ranks between which LocalUpdates averages, as "
+    "process_group= is for the ranks between which LocalUpdates averages, as "
     'mesh["replicate"].get_group(); '
 )
 

@@ -33,7 +33,7 @@ from commpress.collectives.exchange import Exchanges
 from commpress.collectives.handover import Handover
 from commpress.collectives.reduce_scatter import Scatter
 from commpress.collectives.round import check_on_nonfinite
-from commpress.collectives.state import Saved, Stateful
+from commpress.collectives.state import Checked, Stateful
 from commpress.collectives.transports.factory import (
     AgreeOver,
     DeviceMesh,
@@ -1042,7 +1042,9 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
         return checkpoint.elastic(self, torch.optim.Optimizer.state_dict(self), part)
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any], *others: dict[str, Any]) -> None:
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: dict[str, Any], *others: dict[str, Any]
+    ) -> None:
         """Load this rank's ``state_dict`` or all ranks' ``elastic_state_dict``s. Where every rank
         has all state, that of torch's Adam or AdamW will do; where it is divided, load the model
         first. A state that does not fit changes nothing."""
@@ -1060,12 +1062,12 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
         """Take over another rank's ``shared_state``, with its weights; residuals stay."""
         super().load_shared_state(checkpoint.with_torch(state))
 
-    def read(self, states: Sequence[dict[str, Any]]) -> Saved:
+    def read(self, states: Sequence[dict[str, Any]]) -> Checked:
         return super().read([checkpoint.current(state) for state in states])
 
     # ------------------------------------------------------------ residuals
 
-    def owed(self) -> float:
+    def relative_residual(self) -> float:
         """Return ‖residual of this rank‖ / ‖momentum‖, both divided by s as in a step."""
         numbers, left = {name: i for i, name in enumerate(self._flat.names)}, 0.0
         for (name, offset), sent, _ in self.quantized.residuals.places():

@@ -188,7 +188,7 @@ class ExchangeHeader:
 
     number: int  # of the exchange
     fragment: int
-    # 64 bits that must be equal on all ranks: the hash of Θ, or the seed of partners
+    # 64 bits that must be equal on all ranks: the hash of Θ, or of names and shapes
     origin: tuple[float, float]
     weight: float  # weight of its change; 0 if it has not trained or is not finite
     square: float  # ‖Δᵢ‖²
@@ -244,8 +244,8 @@ def check_same(headers: Sequence[ExchangeHeader], *, shared: bool) -> None:
     if different:
         raise Mismatch(
             f"ranks {list(different)} are not where rank 0 is: exchange {number}, fragment "
-            f"{fragment}, or would draw other partners. Load checkpoints of one step, and give all "
-            "ranks the same inner parameters and the same seed.",
+            f"{fragment}. Load checkpoints of one step, and give all ranks the same inner "
+            "parameters.",
             ranks=different,
         )
 

@@ -28,7 +28,7 @@ from commpress.collectives.change import Change
 from commpress.collectives.handover import Divided
 from commpress.collectives.reduce_scatter import Scatter
 from commpress.collectives.residual_state import Residuals, check_widths, residuals_of
-from commpress.collectives.state import Saved
+from commpress.collectives.state import Checked
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.feedback import ResidualStore
 from commpress.optim import checkpoint
@@ -301,7 +301,7 @@ class ShardedOptimizer(Divided, CompressedOptimizer):
         super().check(schedule)
         checkpoint.check_shapes(self, schedule)
 
-    def take_over(self, saved: Saved) -> None:
+    def take_over(self, saved: Checked) -> None:
         self.missing = saved.missing and (
             f"{saved.missing}, which owns other parts: load each rank's own state_dict(), or all "
             "ranks' to change the world size. With a Trainer use the callback "

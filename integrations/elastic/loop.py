@@ -577,7 +577,7 @@ class Elastic:
         admit = self._rehearsal.over(self.counters.steps)
         try:
             change: Change = self.group.reform(
-                self.timeout, say=said, age=age, join=self.attendance.join, admit=admit
+                self.timeout, report=said, age=age, join=self.attendance.join, admit=admit
             )
         except InvalidArgument:
             # it was not formed anew

@@ -303,7 +303,7 @@ def fail_subgroups(error: CommunicationError) -> None:
 def check_reform(
     group: "ProcessGroup",
     timeout: object,
-    say: object,
+    report: object,
     age: object,
     minimum: object,
     join: object,
@@ -329,8 +329,8 @@ def check_reform(
             f"timeout is {timeout!r}, expected a positive datetime.timedelta, such as "
             "timedelta(seconds=60)"
         )
-    if not isinstance(say, bytes):
-        raise InvalidArgument(f"say is a {type(say).__name__}, expected bytes")
+    if not isinstance(report, bytes):
+        raise InvalidArgument(f"report is a {type(report).__name__}, expected bytes")
     if not isinstance(admit, bool):
         raise InvalidArgument(
             f"admit is {admit!r}, expected True, or False to leave newcomers at the door"
@@ -354,7 +354,7 @@ def cause_of(group: "ProcessGroup") -> CommunicationError:
 def terms_of(
     group: "ProcessGroup",
     *,
-    say: bytes,
+    report: bytes,
     age: int,
     join: Any,
     minimum: int,
@@ -367,7 +367,7 @@ def terms_of(
     )
     return Terms(
         age=age,
-        said=say,
+        said=report,
         minimum=minimum,
         admits=admit,
         labels=partial(_labels, group),
@@ -431,7 +431,7 @@ def appointed_terms(group: "ProcessGroup", options: Any) -> Terms:
             f"uuid is {options.uuid}, which is already used for the group of now: give a new one "
             "each time"
         )
-    terms = terms_of(group, say=b"", age=0, join=None, minimum=1)
+    terms = terms_of(group, report=b"", age=0, join=None, minimum=1)
     return replace(terms, appointed=places, ordered=ordered, key=key)
 
 

@@ -230,7 +230,7 @@ class Compress(_Beside):
             numbers[f"commpress/{part}_ms"] = 1e3 * self._since[f"{part}_seconds"] / steps
         self._since.clear()
         if isinstance(self.state, CompressedOptimizer):
-            numbers["commpress/owed"] = self.state.owed()
+            numbers["commpress/residual"] = self.state.relative_residual()
         elif self.state.counters.errors:
             errors = self.state.counters.errors.values()
             numbers["commpress/error"] = sum(errors) / len(errors)
@@ -361,7 +361,7 @@ class LocalTraining(_Beside):
                 "the model was not run by DistributedDataParallel: leave FSDP and DeepSpeed off"
             )
         tokens, self._counted = self._counted, 0
-        self.local.advance(tokens=tokens)
+        self.local.after_step(tokens=tokens)
         self._settle(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
