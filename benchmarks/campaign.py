@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 from commpress.cli.history import History, Verdict
+from commpress.codecs import policy_of
 from commpress.integrations.elastic import loop, snapshots
 from commpress.integrations.process_group.group_options import GroupOptions
 
@@ -134,7 +135,7 @@ def _local(join: Any, steps: int) -> Any:
     model = _model()
     inner = _momentum(model)
     optimizer = commpress.LocalUpdates(
-        inner, every=4, codec="int4", outer=commpress.Average(), min_numel=1
+        inner, every=4, codec=policy_of("int4", min_numel=1), outer=commpress.Average()
     )
     return commpress.elastic(
         _step(model, optimizer), {"model": model, "optimizer": optimizer}, steps=steps, join=join

@@ -294,11 +294,10 @@ def train(run: Run) -> Finished:
                 each,
                 every=run.every,
                 outer=outer,
-                overlap=run.every if run.hidden else 0,
-                alpha=run.alpha if run.hidden else None,
+                overlap=_overlap(run),
                 codec=None if run.codec == "none" else run.codec,
                 feedback_decay=run.decay,
-                transport=transport,
+                process_group=transport,
             )
             for each, transport in zip(optimizers, Loopback(run.ranks).transports(), strict=True)
         ]
@@ -314,6 +313,13 @@ def train(run: Run) -> Finished:
     if hook is not None:
         sent = float(hook.sent_bytes())
     return Finished(run, round(_held_out_loss(model, held_out), 5), training, sent / 1e6)
+
+
+def _overlap(run: Run) -> int | tuple[int, float]:
+    """The ``overlap`` of a run: of hidden rounds with the share of a rank's own weights."""
+    if not run.hidden:
+        return 0
+    return run.every if run.alpha is None else (run.every, run.alpha)
 
 
 def _optimized(

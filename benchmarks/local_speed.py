@@ -232,7 +232,7 @@ class Training:
 
     def _local(self, codec: str, options: argparse.Namespace, *, overlapped: bool) -> None:
         steps = options.every - 1 if options.overlap is None else options.overlap
-        more = {"overlap": steps, "alpha": 0.5} if overlapped else {}
+        more: dict[str, Any] = {"overlap": (steps, 0.5)} if overlapped else {}
         if "topk" in codec and "bits" in codec:
             more["outer"] = commpress.SparseLoCo()
         local = commpress.LocalUpdates(

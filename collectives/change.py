@@ -19,27 +19,27 @@ class Change:
       trained longer continues, and the ranks of the other are newcomers.
     - ``sources``: each rank's previous rank, None for a newcomer. Survivors keep their order,
       newcomers follow.
-    - ``said``: each rank's argument to ``reform(say=...)``. A rank that trains begins it with its
-      number of committed steps (``COMMITTED``).
+    - ``reports``: each rank's argument to ``reform(report=...)``. A rank that trains begins it with
+      its number of committed steps (``COMMITTED``).
     """
 
     epoch: int
     rank: int
     size_before: int
     sources: tuple[int | None, ...]
-    said: tuple[bytes, ...]
+    reports: tuple[bytes, ...]
 
     def __post_init__(self) -> None:
         survivors = [source for source in self.sources if source is not None]
         if (
             not 0 <= self.rank < len(self.sources)
-            or len(self.said) != len(self.sources)
+            or len(self.reports) != len(self.sources)
             or list(self.sources[: len(survivors)]) != sorted(set(survivors))
             or not all(0 <= source < self.size_before for source in survivors)
         ):
             raise InvalidArgument(
                 f"{self!r} is no change of a group: expected sources that ascend below "
-                "size_before, None behind them, and a rank and a word for each of them"
+                "size_before, None behind them, and a rank and a report for each of them"
             )
 
     @property
@@ -72,7 +72,7 @@ class Change:
         """Steps that each present rank has committed; None where it did not report them."""
         return tuple(
             COMMITTED.unpack_from(word)[0] if len(word) >= COMMITTED.size else None
-            for word in self.said
+            for word in self.reports
         )
 
     @property

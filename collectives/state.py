@@ -49,7 +49,7 @@ log = logging.getLogger("commpress")
 PLACE = ("kind", "rank", "size")  # of the state of a set of exchanges
 
 
-class Saved(NamedTuple):
+class Checked(NamedTuple):
     """Checked states of one checkpoint."""
 
     head: State  # common state, and what is joined for this rank
@@ -246,17 +246,17 @@ class Stateful:
 
     # ------------------------------------------------------------ loading
 
-    def load_state_dict(self, state_dict: State, *others: State) -> None:
+    def load_state_dict(self, *states: State) -> None:
         """Load this rank's ``state_dict``, or at any world size all ranks' states, of either kind,
         in any order. A state that does not fit changes nothing."""
-        self.take_over(self.read([state_dict, *others]))
+        self.take_over(self.read(states))
 
     def load_shared_state(self, state: State) -> None:
         """Take over another rank's ``shared_state``; residuals stay."""
         self.check_common(state)
         self._take(state)
 
-    def read(self, states: Sequence[State]) -> Saved:
+    def read(self, states: Sequence[State]) -> Checked:
         """Check states, this rank's own or those of all ranks; return what ``take_over`` loads."""
         levels, size = self.channel.levels, self.channel.size
         saved_as = size, str(levels or "")
@@ -272,21 +272,23 @@ class Stateful:
         first = next(iter(sets))
         places: list[Any] = [tuple(_within(state, first).get(k) for k in PLACE) for state in states]
         mine = "exact", self.channel.rank, size
-        if mine in places:
-            states = [states[places.index(mine)]]
-        elif self.alone and len(states) == 1 < (places[0][2] or 0) and places[0][0] == "exact":
-            missing = (
-                f"the loaded state is of rank {places[0][1]} of {places[0][2]}, this is rank "
-                f"{mine[1]} of {size}"
-            )
+        own = [state for state, place in zip(states, places, strict=True) if place == mine]
+        if self.alone and not own and len(states) == 1:
+            kind, rank, ranks = places[0]
+            if kind == "exact" and ranks > 1:
+                missing = (
+                    f"the loaded state is of rank {rank} of {ranks}, this is rank "
+                    f"{self.channel.rank} of {size}"
+                )
         residuals = {
             name: {} if missing else self.residuals_in(each, [_within(s, name) for s in states])
             for name, each in sets.items()
         }
+        states = own or states
         head = min(states, key=lambda state: int(_within(state, first).get("rank", 0)))
         head = head | self.joined(states, missing)
         self.check_common(head)
-        return Saved(head, residuals, missing)
+        return Checked(head, residuals, missing)
 
     def residuals_in(self, exchanges: Exchanges, states: Sequence[State]) -> Residuals:
         """Return this rank's residuals of these exchanges; raise ``StateMismatch`` unless they
@@ -310,7 +312,7 @@ class Stateful:
         exchanges.residuals.check(residuals)
         return residuals
 
-    def take_over(self, saved: Saved) -> None:
+    def take_over(self, saved: Checked) -> None:
         """Load what ``read`` has checked."""
         if saved.missing:
             log.warning(

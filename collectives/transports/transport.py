@@ -14,6 +14,7 @@ from commpress.collectives.frame import HEADER, Rows, rows_of
 from commpress.work import Work
 
 
+@runtime_checkable
 class Transport(Protocol):
     rank: int
     size: int

@@ -126,7 +126,7 @@ def racer(lane: Lane) -> Trainee:
         model = load.model()
         adamw = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
         own = DILOCO if name == "diloco" else {}
-        local = commpress.LocalUpdates(adamw, seed=load.seed, **own)
+        local = commpress.LocalUpdates(adamw, **own)
         made = Trainee(name, model, local, load)
         made.finish = local.drain
         return made

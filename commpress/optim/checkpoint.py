@@ -190,11 +190,11 @@ def rows(optimizer: "ShardedOptimizer") -> Part:
 
 
 def take_rows(optimizer: "ShardedOptimizer", head: Mapping[str, Any]) -> None:
-    """Load the rows that ``joined_rows`` has put together, and the state of tensors."""
+    """Load this rank's part of the tensors that ``joined_rows`` returned, and the state of
+    tensors."""
     for owned in optimizer.parts:
-        first = optimizer._flat.places[owned.parameter][0] + owned.begin
-        for name, buffer in head["rows"].items():
-            owned.of(getattr(optimizer, name)).copy_(buffer[first : first + owned.numel])
+        for name, whole in head["rows"][owned.parameter].items():
+            owned.of(getattr(optimizer, name)).copy_(owned.of_whole(whole))
     for name in STATE:
         getattr(optimizer.tensors, name).copy_(torch.tensor(head["tensors"][name]))
     for name in ("trips", "lines"):
@@ -214,37 +214,46 @@ def check_shapes(optimizer: "ShardedOptimizer", head: Mapping[str, Any]) -> None
 
 def joined_rows(
     optimizer: "ShardedOptimizer", parts: Sequence[Part], *, partial: bool
-) -> dict[str, torch.Tensor]:
-    """Join rows to buffers of all parameters; this rank's own rows must be there, unless the state
-    is of another rank alone."""
-    flat = optimizer._flat
-    whole, found = {name: flat.new() for name in ROWS}, torch.zeros(flat.numel, dtype=torch.bool)
+) -> list[dict[str, torch.Tensor]]:
+    """Join rows to whole tensors; this rank's own rows must be there, unless the state is of
+    another rank alone."""
+    check_shapes(optimizer, parts[0])
+    every, found = _tensors_in_rows(parts)
+    for owned in () if partial else optimizer.parts:
+        there = int(owned.of_whole(found[owned.parameter]).sum())
+        if there != owned.numel:
+            raise StateMismatch(
+                f"the state has {there} of the {owned.numel} elements of parameter "
+                f"{optimizer._flat.names[owned.parameter]!r} "
+                f"{tuple(optimizer._flat.shapes[owned.parameter])} that this rank owns: load the "
+                "states of all ranks"
+            )
+    return every
+
+
+def _tensors_in_rows(
+    parts: Sequence[Part],
+) -> tuple[list[dict[str, torch.Tensor]], list[torch.Tensor]]:
+    """Join the rows of these ranks; return each parameter's tensors, and where they have rows."""
     for part in parts:
-        check_entries(part, ("shards",), "the state of a rank")
+        check_entries(part, ("shapes", "shards"), "the state of a rank")
+    shapes = parts[0]["shapes"]
+    every = [{name: torch.zeros(shape) for name in ROWS} for shape in shapes]
+    found = [torch.zeros(shape, dtype=torch.bool) for shape in shapes]
     for shard in (shard for part in parts for shard in part["shards"]):
         check_entries(shard, ("parameter", "begin", *ROWS), "the state of a part of a parameter")
         i, begin, numel = shard["parameter"], shard["begin"], shard["master"].numel()
         for name in ROWS:
             check_length(shard[name], numel, f"elements of {name!r} of parameter {i}")
-        if i >= len(flat.places) or begin + numel > flat.places[i][1]:
+        if i >= len(found) or begin + numel > found[i].numel():
             raise StateMismatch(
                 f"the state has elements {begin} to {begin + numel} of parameter {i}, which this "
                 "model lacks: load the state of this model"
             )
-        first = flat.places[i][0] + begin
-        found[first : first + numel] = True
-        for name, buffer in whole.items():
-            buffer[first : first + numel] = shard[name]
-    for owned in () if partial else optimizer.parts:
-        first = flat.places[owned.parameter][0] + owned.begin
-        there = int(found[first : first + owned.numel].sum())
-        if there != owned.numel:
-            raise StateMismatch(
-                f"the state has {there} of the {owned.numel} elements of parameter "
-                f"{flat.names[owned.parameter]!r} {tuple(flat.shapes[owned.parameter])} that this "
-                "rank owns: load the states of all ranks"
-            )
-    return whole
+        found[i].view(-1)[begin : begin + numel] = True
+        for name, tensor in every[i].items():
+            tensor.view(-1)[begin : begin + numel] = shard[name]
+    return every, found
 
 
 # ---------------------------------------------------------------- torch's part of a state
@@ -379,8 +388,12 @@ def recut(
         )
     there = [_first(column)["commpress"]["boxes"] for column in columns.values()]
     _check_boxes(names, mine, there)
-    tensors_of = _tensors_in_rows if optimizer.divided else _tensors_on_first
-    every = [tensors_of(column) for column in columns.values()]
+    every = [
+        _tensors_in_rows([state["commpress"] for state in column])[0]
+        if optimizer.divided
+        else _tensors_on_first(column)
+        for column in columns.values()
+    ]
     tensors = []
     for i, box in enumerate(mine):
         parts = [(boxes[i], each[i]) for boxes, each in zip(there, every, strict=True)]
@@ -451,17 +464,6 @@ def _tensors_on_first(column: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return each parameter's tensors, saved by the first of the ranks with the same shards."""
     first = _first(column)
     return [first["state"].get(i, {}) for i in range(len(first["commpress"]["boxes"]))]
-
-
-def _tensors_in_rows(column: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return each parameter's tensors, joined from the rows of the ranks with the same shards."""
-    parts = [state["commpress"] for state in column]
-    check_entries(parts[0], ("shapes",), "the state of a rank")
-    every = [{name: torch.zeros(shape) for name in ROWS} for shape in parts[0]["shapes"]]
-    for shard in (shard for part in parts for shard in part["shards"]):
-        for name, tensor in every[shard["parameter"]].items():
-            tensor.view(-1)[shard["begin"] : shard["begin"] + shard[name].numel()] = shard[name]
-    return every
 
 
 def _residuals_by_name(column: Sequence[dict[str, Any]], exchange: str) -> dict[str, torch.Tensor]:

@@ -16,13 +16,13 @@ from commpress.errors import InvalidArgument
 from commpress.optim.layout import LocalWeights, WeightHolder
 from commpress.optim.optimizer import CompressedOptimizer
 from commpress.optim.sharded import ShardedOptimizer
-from commpress.optim.windows import WindowedOptimizer
+from commpress.optim.zero_one_adam import WindowedOptimizer
 from commpress.schedules import Hidden, Seconds, Sync
 
 # DDP modules whose ranks each keep their own gradients
 ALONE: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
 BETWEEN = (
-    "group= is for the ranks between which LocalUpdates averages, as "
+    "process_group= is for the ranks between which LocalUpdates averages, as "
     'mesh["replicate"].get_group(); '
 )
 

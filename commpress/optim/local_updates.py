@@ -15,7 +15,6 @@ these, all ranks use the same recorded seconds.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from math import isfinite
 from time import monotonic
 from typing import Any, Literal
@@ -31,7 +30,7 @@ from commpress.collectives.exchange import Exchange, Exchanges
 from commpress.collectives.handover import Handover, Standing, cannot_follow
 from commpress.collectives.pairwise import square_sum
 from commpress.collectives.residual_state import Residuals
-from commpress.collectives.state import Saved, Stateful
+from commpress.collectives.state import Checked, Stateful
 from commpress.collectives.transports.factory import DeviceMesh, on_reform, ranks_of
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, check_counts
@@ -41,10 +40,16 @@ from commpress.optim.fragments import Flight, Fragment, StoredFragment, check_ro
 from commpress.optim.inner_optimizers import InnerOptimizers, check_hidden, check_inner, check_ranks
 from commpress.optim.layout import LocalWeights, columns_of, groups_on, is_held
 from commpress.optim.optimizer import loss_of
-from commpress.optim.optimizer_counters import LocalCounters
 from commpress.optim.outer import Average, Nesterov, Outer, outer_of
-from commpress.optim.rounds import ExchangeHeader, PaceMeter, RoundSchedule, check_same, slowest
-from commpress.optim.warmup import SharedWarmup
+from commpress.optim.rounds import (
+    ExchangeHeader,
+    LocalCounters,
+    PaceMeter,
+    RoundSchedule,
+    SharedWarmup,
+    check_same,
+    slowest,
+)
 from commpress.schedules import UNKNOWN, Every, Facts, Hidden, Pace, Seconds, Sync, sync_of
 from commpress.tiered_mem import TieredStore
 from commpress.torch_private import untraced
@@ -53,6 +58,7 @@ from commpress.work import Steps, run
 log = logging.getLogger("commpress")
 
 WEIGHTS = ("equal", "tokens", "steps")
+MIN_NUMEL = 256  # smaller tensors travel exactly
 
 
 class LocalUpdates(Stateful, torch.optim.Optimizer):
@@ -69,23 +75,24 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
     - ``outer``: the rule that moves the shared weights: ``Nesterov``, ``Average``, ``SlowMo``,
       ``SparseLoCo``, ``Gossip``, or a function that makes a torch optimizer. By default
       ``Nesterov``; of "auto" ``Average`` in rounds of up to 20 steps.
-    - ``codec``: of changes, both ways, with residuals unless ``error_feedback`` is False; None:
-      float32. Tensors of fewer than ``min_numel`` elements travel exactly.
-    - ``feedback_decay``: residuals are multiplied by it each round.
+    - ``codec``: of changes, both ways; None: float32. Tensors of fewer than 256 elements travel
+      exactly, unless a ``Policy`` decides.
+    - ``feedback_decay``: residuals are multiplied by it each round; with 0 there are none.
     - ``fragments``: a number, or lists of parameters: parts of the model that take turns within a
       round.
-    - ``overlap``: steps that are computed while a fragment is under way; ``alpha``: the share of
-      the rank's own weights when it arrives, by default overlap / (overlap + every).
-    - ``process_group``: the ranks that average. Each of them may stand for other ranks under FSDP2
-      or tensor parallelism, which together leave out a change that is not finite in the shard of
-      one of them. Local experts are not averaged: each rank trains its own, in every step.
+    - ``overlap``: steps τ that are computed while a fragment is under way, or (τ, α) with the share
+      of the rank's own weights when it arrives, by default τ / (τ + every).
+    - ``process_group``: the ranks that average, or a ``Transport`` among them. Each of them may
+      stand for other ranks under FSDP2 or tensor parallelism, which together leave out a change
+      that is not finite in the shard of one of them. Local experts are not averaged: each rank
+      trains its own, in every step.
     - ``mesh``: in place of ``process_group``, the whole mesh of a model under tensor parallelism:
       ranks average over the dimensions in which no parameter is cut.
     - ``exact_steps``: steps before the first round, in which gradients are averaged exactly.
     - ``weight``: "equal", "tokens" (say ``step(tokens=...)``) or "steps": how much a rank counts.
     - ``store``: "host" or "device", the place of Θ and the outer state; or this rank's own
-      TieredStore, which also keeps residuals, under ``prefix``, and brings a fragment's residuals
-      to memory for its exchange.
+      TieredStore, or one and a prefix of names ("local"): it also keeps residuals, and brings those
+      of a fragment to memory for its exchange.
     """
 
     alone = True
@@ -98,21 +105,14 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         every: int | Sync | Seconds | Literal["auto"] = "auto",
         outer: Outer | Callable[..., torch.optim.Optimizer] | None = None,
         codec: str | Codec | Policy | None = "int4",
-        error_feedback: bool = True,
         feedback_decay: float = 0.95,
         fragments: int | Sequence[Sequence[torch.Tensor]] = 1,
-        overlap: int = 0,
-        alpha: float | None = None,
+        overlap: int | tuple[int, float] = 0,
         exact_steps: int = 0,
         mesh: DeviceMesh | None = None,
         process_group: Any = None,
         weight: Literal["equal", "tokens", "steps"] = "equal",
-        store: Literal["host", "device"] | TieredStore = "host",
-        prefix: str = "local",
-        min_numel: int = 256,
-        timeout: timedelta | None = None,
-        transport: Transport | None = None,
-        seed: int = 0,
+        store: Literal["host", "device"] | TieredStore | tuple[TieredStore, str] = "host",
     ) -> None:
         # as torch does on unpickling: groups and state are those of ``inner``
         self.__setstate__({"defaults": {}})
@@ -121,6 +121,9 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
             raise InvalidArgument(
                 f"feedback_decay is {feedback_decay!r}, expected a number from 0 to 1"
             )
+        overlap, alpha = overlap if isinstance(overlap, tuple) else (overlap, None)
+        store, prefix = store if isinstance(store, tuple) else (store, "local")
+        transport = process_group if isinstance(process_group, Transport) else None
         check_counts(overlap=overlap, exact_steps=exact_steps)
         if every == "auto" and overlap:
             raise InvalidArgument(
@@ -146,7 +149,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         self.outer = outer_of(usual if outer is None else outer)
         self._outer_of_long_rounds = Nesterov() if outer is None else self.outer
         self.feedback_decay, self.alpha, self.weight = feedback_decay, alpha, weight
-        self.store, self.seed = store, seed
+        self.store = store
         self.counters, self.facts, self.meter = LocalCounters(), Facts(), PaceMeter()
         self._backgrounds = transport is None
         check_inner(self.inner, self.every, exact_steps)
@@ -174,20 +177,21 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
             )
         self.fragments = [self._fragment(i, part, prefix) for i, part in enumerate(parts)]
         if transport is None:
-            over = dict[str, Any](timeout=timeout, device=self.fragments[0].device)
+            over = dict[str, Any](device=self.fragments[0].device)
             self.channel = Channel.among(process_group, name="commpress-local", **over)
             self.control = Channel.among(process_group, name="commpress-local-control", **over)
         else:
             self.channel = Channel(transport, name="commpress-local")
             self.control = self.channel.beside("commpress-local-control")
-        policy = policy_of("none" if codec is None else codec, min_numel=min_numel)
+        least = 0 if codec is None or hasattr(codec, "choose") else MIN_NUMEL
+        policy = policy_of("none" if codec is None else codec, min_numel=least)
         self.exchanges = self.outer.exchanges(
-            policy, self.channel, feedback=error_feedback and codec is not None, seed=seed
+            policy, self.channel, feedback=feedback_decay > 0 and codec is not None
         )
         check_ranks(self.inner, self.channel)
         check_hidden(self.inner, self.every)
         self.columns = (
-            columns_of(self.inner.parameters, timeout=timeout) if transport is None else None
+            columns_of(self.inner.parameters, timeout=None) if transport is None else None
         )
         self.exact = Exchanges(policy_of("none"), self.channel.size, self.channel.workspace)
         self._warmup = SharedWarmup(
@@ -277,12 +281,12 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         self.inner.check_unaveraged()
         yield from self._warmup.average(self.steps_done)
 
-    def advance(self, *, tokens: int = 0) -> None:
+    def after_step(self, *, tokens: int = 0) -> None:
         """Exchange if due, after a GradScaler or trainer has called the inner optimizers itself."""
         run(self.steps(tokens=tokens))
 
     def steps(self, *, tokens: int = 0) -> Steps[None]:
-        """``advance`` as an algorithm that may wait."""
+        """``after_step`` as an algorithm that may wait."""
         if isinstance(self.every, Hidden) and self._exchanges_next():
             for device in {
                 fragment.device for fragment in self.fragments if fragment.device.type == "cuda"
@@ -400,18 +404,12 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         return ExchangeHeader(
             self.exchanged,
             fragment.number,
-            fragment.halves()
-            if self.outer.equal
-            else (float(fragment.layout), float(self._key(self.exchanged))),
+            fragment.halves() if self.outer.equal else (float(fragment.layout), 0.0),
             weight if fragment.steps and isfinite(square) else 0.0,
             square,
             self._ended,
             self.meter.tell(),
         )
-
-    def _key(self, exchanged: int) -> int:
-        """Return the random seed of this exchange, the same on every rank."""
-        return self.seed * 1_000_003 + exchanged
 
     def _exchange(
         self,
@@ -458,7 +456,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
             fragment.weights,
             [weight * len(weights) / total for weight in weights],
             sequence=sequences[1],
-            key=self._key(header.number),
+            key=header.number,
         )
         taken = all(outcome.finite for outcome in outcomes)
         self.meter.exchanged(monotonic() - start)
@@ -685,6 +683,9 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         bit for bit, even in an overlap."""
         return run(self.saving())
 
+    def rank_state(self) -> dict[str, Any]:
+        return self.state_dict()
+
     @torch.no_grad()
     def saving(self) -> Steps[dict[str, Any]]:
         """``state_dict`` as an algorithm that may wait. A running exchange is waited for, and still
@@ -724,7 +725,9 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         return (yield from local_checkpoint.elastic(self))
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any], *others: dict[str, Any]) -> None:
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: dict[str, Any], *others: dict[str, Any]
+    ) -> None:
         """Load this rank's ``state_dict``, or all ranks' ``elastic_state_dict``. Load the model
         first.
 
@@ -742,7 +745,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
     def joined(self, states: Sequence[dict[str, Any]], missing: str) -> dict[str, Any]:
         return local_checkpoint.joined(self, states)
 
-    def take_over(self, saved: Saved) -> None:
+    def take_over(self, saved: Checked) -> None:
         super().take_over(saved)
         for fragment in self.fragments:
             fragment.put_back(self.exchanges)

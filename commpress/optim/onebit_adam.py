@@ -282,7 +282,8 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
         self.tensors.see(frozen, beyond)
         self.add_known(frozen, -group["betas"][0])
 
-    def apply(self, kind: RoundKind) -> None:
+    def apply(self, kind: RoundKind) -> Steps[None]:
+        yield from ()
         if kind is RoundKind.COMPRESSED:
             for group, at in self.groups():
                 frozen = self.tensors.part(at)[1]

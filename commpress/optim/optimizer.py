@@ -12,6 +12,7 @@ import logging
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 from math import inf, isfinite
@@ -25,14 +26,14 @@ from commpress.codecs.family import EXACT
 from commpress.codecs.policy import Same
 from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.collectives.allreduce import Outcome, settle
-from commpress.collectives.buckets import Span, share
+from commpress.collectives.buckets import Share, Span, share
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
 from commpress.collectives.handover import Handover
 from commpress.collectives.reduce_scatter import Scatter
 from commpress.collectives.round import check_on_nonfinite
-from commpress.collectives.state import Saved, Stateful
+from commpress.collectives.state import Checked, Stateful
 from commpress.collectives.transports.factory import (
     AgreeOver,
     DeviceMesh,
@@ -55,7 +56,6 @@ from commpress.feedback import check_feedback
 from commpress.kernels.devices import adam_arithmetic
 from commpress.logs import warn_on_first
 from commpress.optim import checkpoint
-from commpress.optim.clipping import Clipping
 from commpress.optim.flat import Flat, adam_step
 from commpress.optim.layout import (
     check_cut,
@@ -68,10 +68,10 @@ from commpress.optim.layout import (
     tensors_in,
 )
 from commpress.optim.local_experts import ExpertAdam
-from commpress.optim.optimizer_counters import OptimizerCounters
 from commpress.optim.tensor_states import TensorStates
 from commpress.schedules import Facts
 from commpress.torch_private import ENDLESS, untraced
+from commpress.totals import Totals
 from commpress.work import Steps
 
 SAME_GROUPS = (
@@ -108,6 +108,154 @@ class OptimizerOptions(TypedDict, total=False):
     timeout: timedelta | None
     grad_scaler: torch.amp.GradScaler | None
     seed: int
+
+
+@dataclass
+class OptimizerCounters(Totals):
+    """Totals of one rank. Bytes are those this rank sent, headers included."""
+
+    derived = ("wire_bytes", "ratio", "bits")
+    steps: int = 0
+    exact_rounds: int = 0
+    compressed_rounds: int = 0
+    local_steps: int = 0
+    skipped_steps: int = 0
+    ignored_gradients: int = 0  # not finite in a step without communication
+    woken_tensors: int = 0  # whose variance was frozen too early (``optim.tensor_states``)
+    # ranks that died with their residuals; ranks that handed them over are not counted
+    lost_ranks: int = 0
+    exact_bytes: int = 0
+    compressed_bytes: int = 0
+    local_bytes: int = 0  # always zero unless something is wrong
+    # what float32 ring all-reduces of every step's gradients would have sent
+    logical_bytes: int = 0
+    round_bytes: int = 0  # bytes of one such all-reduce
+    # cost of each parameter in a compressed round, by name
+    shares: Mapping[str, Share] = field(default_factory=dict)
+
+    def step(self, kind: str, taken: bool, sent_bytes: int, numel: int, ranks: int) -> None:
+        self.steps += taken
+        self.skipped_steps += not taken
+        self.exact_rounds += kind == "exact"
+        self.compressed_rounds += kind == "compressed"
+        self.local_steps += kind == "local"
+        name = f"{kind}_bytes"
+        setattr(self, name, getattr(self, name) + sent_bytes)
+        self.round_bytes = 8 * (ranks - 1) * numel // ranks
+        self.logical_bytes += self.round_bytes
+
+    @property
+    def wire_bytes(self) -> int:
+        return self.exact_bytes + self.compressed_bytes + self.local_bytes
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of float32 all-reduces over bytes sent."""
+        return self.logical_bytes / self.wire_bytes if self.wire_bytes else 1.0
+
+    @property
+    def bits(self) -> float:
+        """Per parameter in a compressed round, each way, headers included: float32 has 32. 0.0
+        before the first one."""
+        logical = self.round_bytes * self.compressed_rounds
+        return 32 * self.compressed_bytes / logical if logical else 0.0
+
+    def by_codec(self) -> dict[str, tuple[list[str], int, float]]:
+        """Return, by codec, its parameters, their elements and bits per element; most bits
+        first."""
+        found: dict[str, tuple[list[str], int, float]] = {}
+        for name, (numel, codec, bits) in self.shares.items():
+            names, elements, sent = found.get(codec, ([], 0, 0.0))
+            found[codec] = ([*names, name], elements + numel, sent + bits * numel)
+        mean = {codec: (names, n, sent / max(n, 1)) for codec, (names, n, sent) in found.items()}
+        return dict(sorted(mean.items(), key=lambda item: -item[1][1] * item[1][2]))
+
+    def summary(self) -> str:
+        return (
+            f"{self.steps} steps: {self.exact_rounds} exact rounds, {self.compressed_rounds} "
+            f"compressed, {self.local_steps} without communication; {self.wire_bytes / 1e6:.3f} MB "
+            f"sent instead of {self.logical_bytes / 1e6:.3f} ({self.ratio:.1f} times "
+            f"fewer){self._of_a_round()}"
+        )
+
+    def _of_a_round(self) -> str:
+        if not self.bits:
+            return ""
+        every = max(sum(share.numel for share in self.shares.values()), 1)
+        groups = [
+            f"{bits:.2f} for {100 * numel / every:.0f} % of them ({codec}: {', '.join(names[:3])}"
+            + (f" and {len(names) - 3} more)" if len(names) > 3 else ")")
+            for codec, (names, numel, bits) in self.by_codec().items()
+        ]
+        return (
+            f"; a compressed round sends {self.bits:.2f} bits per parameter"
+            + ": " * bool(groups)
+            + ", ".join(groups)
+        )
+
+
+class Clipping:
+    """Gradients clipped to ``max_norm`` by one factor for all ranks; None leaves them as they are.
+
+    After the freeze no rank has the mean gradient. Its norm is estimated as √(mean ‖g_i‖²) times
+    their ratio during the exact steps, ``facts.norm_ratio``.
+    """
+
+    def __init__(self, max_norm: float | None) -> None:
+        if max_norm is not None and max_norm <= 0:
+            raise InvalidArgument(
+                f"max_grad_norm is {max_norm!r}, expected a positive number or None"
+            )
+        self.max_norm = max_norm
+        self._local_norm = 0.0  # √(mean ‖g_i‖²) of this step
+        self.last = 1.0  # the factor of this step, for gradients that are not in its messages
+
+    def factor(self, norm: float, own: float = 0.0) -> float:
+        """Return the factor for gradients of this norm; ``own``: squares of local experts'
+        gradients."""
+        whole = (norm * norm + own) ** 0.5 if isfinite(norm) else norm
+        self.last = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (whole + 1e-6))
+        return self.last
+
+    def agreed(self, optimizer: "CompressedOptimizer", gain: float, *, exact: bool) -> Steps[float]:
+        """Agree on the factor of local gradients, ``gain`` included; an exact round clips their
+        mean instead."""
+        if self.max_norm is None:
+            return gain
+        if optimizer.columns is not None:
+            gradients = [
+                optimizer._flat.gradient(i) for i in range(len(optimizer._flat.parameters))
+            ]
+            self._local_norm = (yield from optimizer.squares_of_mesh(gradients, gain)) ** 0.5
+        else:
+            every = yield from optimizer.gathered([optimizer.squares(gain)])
+            self._local_norm = float(every[:, 0].mean()) ** 0.5
+        if exact or not isfinite(self._local_norm):
+            return gain
+        return gain * self.of_local(optimizer, self._local_norm)
+
+    def of_local(self, optimizer: "CompressedOptimizer", norm: float) -> float:
+        """Return the factor for local gradients of this norm."""
+        return self.factor((optimizer.facts.norm_ratio or 1.0) * norm, optimizer.expert_squares)
+
+    def clip(
+        self, optimizer: "CompressedOptimizer", mean: torch.Tensor, norm: float | None = None
+    ) -> bool:
+        """Clip the mean gradient as ``clip_grad_norm_`` does; False if its ``norm``, given if this
+        is a part, is not finite."""
+        if self.max_norm is None:
+            return True
+        norm, facts = (
+            float(torch.linalg.vector_norm(mean)) if norm is None else norm,
+            optimizer.facts,
+        )
+        if not isfinite(norm):
+            return False
+        mean.mul_(self.factor(norm, optimizer.expert_squares))
+        if optimizer.channel.size > 1 and self._local_norm > 0:
+            ratio = norm / self._local_norm
+            facts.norm_ratio += (0.05 if facts.norm_ratio else 1.0) * (ratio - facts.norm_ratio)
+        return True
 
 
 class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
@@ -420,9 +568,43 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
         """View this rank's part in a whole parameter."""
 
     @abstractmethod
+    def send(self, kind: RoundKind) -> Steps[list[Outcome]]:
+        """Send the messages of this round, and write what this rank needs of their mean to
+        ``mean``."""
+
+    @abstractmethod
+    def apply(self, kind: RoundKind) -> Steps[None]:
+        """Apply ``mean`` to momentum and parameters."""
+
+    def norm_of_mean(self) -> Steps[float | None]:
+        """Return the norm of the mean gradient if ``mean`` is a part of it."""
+        yield from ()
+        return None
+
+    def measure(self, kind: RoundKind) -> Steps[None]:
+        """Collect the norms of whole tensors for ``apply`` and ``exact`` from other shards."""
+        yield from ()
+
     def exchanged(self, kind: RoundKind) -> Steps[bool]:
         """Take part in one round and apply its outcome; return whether it was taken, the same on
         every rank."""
+        outcomes = yield from self.send(kind)
+        finite = all(outcome.finite for outcome in outcomes)
+        # shards are clipped together, or not at all
+        if kind is RoundKind.EXACT and (finite or self.columns is not None):
+            finite = (yield from self.clip()) and finite
+        if self.columns is not None:
+            yield from self.measure(kind)
+        taken = yield from self.settled(outcomes, finite)
+        if taken:
+            yield from self.apply(kind)
+        return taken
+
+    def clip(self) -> Steps[bool]:
+        """Clip the mean gradient; False if its norm is not finite."""
+        if self.clipping.max_norm is None:
+            return True
+        return self.clipping.clip(self, self.mean, (yield from self.norm_of_mean()))
 
     def local(self, gain: float) -> None:
         """Step without communication, in optimizers whose ``round`` may be LOCAL."""
@@ -860,7 +1042,9 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
         return checkpoint.elastic(self, torch.optim.Optimizer.state_dict(self), part)
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any], *others: dict[str, Any]) -> None:
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: dict[str, Any], *others: dict[str, Any]
+    ) -> None:
         """Load this rank's ``state_dict`` or all ranks' ``elastic_state_dict``s. Where every rank
         has all state, that of torch's Adam or AdamW will do; where it is divided, load the model
         first. A state that does not fit changes nothing."""
@@ -878,12 +1062,12 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
         """Take over another rank's ``shared_state``, with its weights; residuals stay."""
         super().load_shared_state(checkpoint.with_torch(state))
 
-    def read(self, states: Sequence[dict[str, Any]]) -> Saved:
+    def read(self, states: Sequence[dict[str, Any]]) -> Checked:
         return super().read([checkpoint.current(state) for state in states])
 
     # ------------------------------------------------------------ residuals
 
-    def owed(self) -> float:
+    def relative_residual(self) -> float:
         """Return ‖residual of this rank‖ / ‖momentum‖, both divided by s as in a step."""
         numbers, left = {name: i for i, name in enumerate(self._flat.names)}, 0.0
         for (name, offset), sent, _ in self.quantized.residuals.places():

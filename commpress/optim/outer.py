@@ -41,12 +41,10 @@ class Outer(ABC):
         """Return the state for these weights before the first round."""
         return {name: torch.zeros_like(weights) for name in self.buffers}
 
-    def exchanges(
-        self, policy: Policy, channel: Channel, *, feedback: bool, seed: int
-    ) -> Exchanges:
+    def exchanges(self, policy: Policy, channel: Channel, *, feedback: bool) -> Exchanges:
         """Make the exchanges of a run, with residuals. Raises for a policy that the rule cannot
         use."""
-        return Exchanges(policy, channel.size, channel.workspace, feedback=feedback, seed=seed)
+        return Exchanges(policy, channel.size, channel.workspace, feedback=feedback)
 
     def exchange(
         self,
@@ -167,11 +165,9 @@ class SparseLoCo(Outer):
         if not isinstance(self.clip, bool):
             raise InvalidArgument(f"clip is {self.clip!r}, expected True or False")
 
-    def exchanges(
-        self, policy: Policy, channel: Channel, *, feedback: bool, seed: int
-    ) -> Exchanges:
+    def exchanges(self, policy: Policy, channel: Channel, *, feedback: bool) -> Exchanges:
         return GatherMeans(
-            policy, channel.size, channel.workspace, clip=self.clip, feedback=feedback, seed=seed
+            policy, channel.size, channel.workspace, clip=self.clip, feedback=feedback
         )
 
     def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
@@ -191,10 +187,8 @@ class Gossip(WithMomentum):
     equal: ClassVar[bool] = False
     spread_of: ClassVar[str] = "the pair's mean weights"
 
-    def exchanges(
-        self, policy: Policy, channel: Channel, *, feedback: bool, seed: int
-    ) -> Exchanges:
-        return PairMeans(policy, channel.size, channel.workspace, seed=seed)
+    def exchanges(self, policy: Policy, channel: Channel, *, feedback: bool) -> Exchanges:
+        return PairMeans(policy, channel.size, channel.workspace)
 
     def exchange(
         self,

@@ -39,10 +39,6 @@ class ReplicatedOptimizer(CompressedOptimizer):
     ) -> None:
         """Write the messages of a compressed round into ``work``, and change nothing else."""
 
-    @abstractmethod
-    def apply(self, kind: RoundKind) -> None:
-        """Apply the mean, which is in ``work``, to momentum and parameters."""
-
     def allocate(self, had: int) -> None:
         """Make the buffers beyond those of ``_place``; the first ``had`` parameters keep their
         values."""
@@ -66,7 +62,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
         return taken
 
     def exchanged(self, kind: RoundKind) -> Steps[bool]:
-        return (yield from self._alone() if self.channel.size == 1 else self._together(kind))
+        return (yield from self._alone() if self.channel.size == 1 else super().exchanged(kind))
 
     def _alone(self) -> Steps[bool]:
         """Take Adam's step on the local gradients, at world size 1."""
@@ -77,7 +73,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
         if gain != 1.0 or self.clipping.max_norm is not None or self.columns is not None:
             for _, at in self.groups():
                 self.take_gradients(at, None, gain)
-            if not (yield from self._clip()):
+            if not (yield from self.clip()):
                 return False
             gradients = list(self._works)
             yield from self.measure(RoundKind.EXACT)
@@ -85,18 +81,12 @@ class ReplicatedOptimizer(CompressedOptimizer):
         self.exact([z if g is None else g for g, z in zip(gradients, zeros, strict=True)])
         return True
 
-    def _clip(self) -> Steps[bool]:
-        """Clip the mean gradient in ``work``; False if its norm is not finite."""
-        norm = None
-        if self.columns is not None and self.clipping.max_norm is not None:
-            norm = (yield from self.squares_of_mesh(self._works)) ** 0.5
-        return self.clipping.clip(self, self.work, norm)
+    def norm_of_mean(self) -> Steps[float | None]:
+        if self.columns is None:
+            return None
+        return (yield from self.squares_of_mesh(self._works)) ** 0.5
 
-    def measure(self, kind: RoundKind) -> Steps[None]:
-        """Collect the norms of whole tensors for ``apply`` and ``exact`` from other shards."""
-        yield from ()
-
-    def _together(self, kind: RoundKind) -> Steps[bool]:
+    def send(self, kind: RoundKind) -> Steps[list[Outcome]]:
         outcomes: list[Outcome] = []
         left = set(self.trained)
         if self.bucket_rounds is not None:
@@ -107,16 +97,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
             for group, at in self.groups():
                 self.begin(kind, group, [i for i in at if i in left], gain)
             outcomes = outcomes + (yield from self.reduce(kind, sorted(left)))
-        finite = all(outcome.finite for outcome in outcomes)
-        # shards are clipped together, or not at all
-        if kind is RoundKind.EXACT and (finite or self.columns is not None):
-            finite = (yield from self._clip()) and finite
-        if self.columns is not None:
-            yield from self.measure(kind)
-        taken = yield from self.settled(outcomes, finite)
-        if taken:
-            self.apply(kind)
-        return taken
+        return outcomes
 
     def begin(
         self,
@@ -275,9 +256,9 @@ class ReplicatedOptimizer(CompressedOptimizer):
             self.tensors.follow(self.steps_done)
         super().follow(schedule, change)
 
-    @abstractmethod
     def follow_adam(self) -> None:
         """Continue from momentum, variance and steps of torch's Adam, which are loaded."""
+        self.recut()
 
     def forget(self) -> None:
         """Reset entries that a state about to be loaded may lack."""

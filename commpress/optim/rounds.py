@@ -1,5 +1,6 @@
 """Rounds of local updates: the steps after which fragments leave, evenly spread; the pace that
-determines a round's length; and the header that begins each exchange.
+determines a round's length; the header that begins each exchange; the warm-up before the first
+round; and counters.
 
 fragment f of F leaves after step ⌈H·(f + 1)/F⌉ of a round of H steps, or after that share of a
 round's seconds
@@ -13,9 +14,16 @@ from dataclasses import dataclass, replace
 from math import ceil, isfinite, nan
 from time import monotonic
 
+import numpy as np
+import torch
+
 from commpress.collectives.agreement import gathered
 from commpress.collectives.channel import Channel
+from commpress.collectives.exchange import Exchanges
 from commpress.errors import InvalidArgument, Mismatch
+from commpress.logs import warn_on_first
+from commpress.optim.fragments import Fragment
+from commpress.optim.layout import Columns, local
 from commpress.schedules import QSR, UNKNOWN, Every, Facts, Hidden, Pace, Seconds, Sync
 from commpress.work import Steps
 
@@ -180,7 +188,7 @@ class ExchangeHeader:
 
     number: int  # of the exchange
     fragment: int
-    # 64 bits that must be equal on all ranks: the hash of Θ, or the seed of partners
+    # 64 bits that must be equal on all ranks: the hash of Θ, or of names and shapes
     origin: tuple[float, float]
     weight: float  # weight of its change; 0 if it has not trained or is not finite
     square: float  # ‖Δᵢ‖²
@@ -236,7 +244,170 @@ def check_same(headers: Sequence[ExchangeHeader], *, shared: bool) -> None:
     if different:
         raise Mismatch(
             f"ranks {list(different)} are not where rank 0 is: exchange {number}, fragment "
-            f"{fragment}, or would draw other partners. Load checkpoints of one step, and give all "
-            "ranks the same inner parameters and the same seed.",
+            f"{fragment}. Load checkpoints of one step, and give all ranks the same inner "
+            "parameters.",
             ranks=different,
+        )
+
+
+class SharedWarmup:
+    """Synchronous first ``steps`` steps: averages gradients exactly, a fragment at a time, in the
+    fragment's ``work``.
+
+    Parameters and inner optimizers are equal on every rank until it ends, and the shared weights
+    start from there.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        fragments: list[Fragment],
+        exact: Exchanges,
+        channel: Channel,
+        control: Channel,
+        columns: Columns | None = None,
+    ) -> None:
+        self.steps, self.fragments, self.channel, self._control = steps, fragments, channel, control
+        self._columns = columns
+        self.averaged = -1  # the last step with averaged gradients
+        self.finite = True  # whether some rank's gradients were finite in that step
+        self.dropped = 0  # steps in which some rank's gradients were not finite
+        self._parameters = {
+            each.name: each.parameter for fragment in fragments for each in fragment.locals
+        }
+        self._exact = exact
+        self._checked = False  # whether ranks were found to begin with equal weights
+
+    def average(self, step: int) -> Steps[None]:
+        """Replace gradients by their mean over the ranks with finite ones; once per step, nothing
+        after the warm-up.
+
+        A missing gradient on some ranks counts as 0 there; one missing on all stays missing. If no
+        rank is finite, all get infinity, as a loss scaler expects.
+        """
+        if step >= self.steps or self.averaged == step:
+            return
+        every = list(self._parameters.values())
+        present = [float(p.grad is not None) for p in every]
+        finite = all(bool(torch.isfinite(local(p.grad)).all()) for p in every if p.grad is not None)
+        if self._columns is not None:
+            finite = yield from self._columns.agreed(finite)
+        head = [float(step), float(finite), *self._digests(), *present]
+        heads = yield from gathered(
+            head, transport=self._control.transport, sequence=self._control.take()
+        )
+        same = len(head) - len(present)
+        # without the column of whether a rank's gradients are finite
+        agreed = np.delete(heads[:, :same], 1, axis=1)
+        different = tuple(r for r in range(len(heads)) if (agreed[r] != agreed[0]).any())
+        if different:
+            raise Mismatch(
+                f"the weights of ranks {list(different)} differ from those of rank 0 in warm-up "
+                f"step {step}, or the step does. Start every rank from the same weights and load "
+                "checkpoints of one step.",
+                ranks=different,
+            )
+        self._checked = True
+        count = float(heads[:, 1].sum())
+        self.finite = count > 0
+        if count < len(heads):
+            self.dropped += 1
+            wild = [r for r in range(len(heads)) if not heads[r, 1]]
+            warn_on_first(
+                self._control.rank, "gradients of ranks %s are not finite: they are left out", wild
+            )
+        wanted = {
+            name
+            for name, any_ in zip(self._parameters, heads[:, same:].sum(axis=0), strict=True)
+            if any_
+        }
+        for fragment in self.fragments:
+            yield from self._average(
+                fragment, wanted, finite=finite, share=len(heads) / count if count else 0.0
+            )
+        self.averaged = step
+
+    def begin_anew(self) -> None:
+        """Compare weights again in the next step, among other ranks."""
+        self.averaged, self._checked = -1, False
+
+    def _digests(self) -> list[float]:
+        if self._checked:
+            return []
+        return [half for f in self.fragments for half in f.halves()]
+
+    def _average(
+        self, fragment: Fragment, wanted: set[str], *, finite: bool, share: float
+    ) -> Steps[None]:
+        grads = [self._parameters[s.name].grad for s in fragment.spans]
+        work = fragment.work
+        for out, grad in zip(fragment.views(work), grads, strict=True):
+            if grad is None or not finite:
+                out.zero_()
+            else:
+                out.copy_(local(grad))
+        yield from fragment.average(self._exact, self.channel)
+        if share != 1:
+            work.mul_(share) if share else work.fill_(float("inf"))
+        for span, out in zip(fragment.spans, fragment.views(work), strict=True):
+            p = self._parameters[span.name]
+            if span.name in wanted:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                local(p.grad).copy_(out)
+
+
+@dataclass
+class LocalCounters:
+    """Totals of one rank. Bytes are those it sent, headers included.
+
+    An exchange is empty if no rank had trained since the last one, as at the end of ``drain``:
+    headers only. ``spread`` is None with a codec coarser than int4: its errors would be taken for
+    spread.
+    """
+
+    steps: int = 0
+    rounds: int = 0  # of all fragments; empty ones do not count
+    exchanges: int = 0  # of one fragment each
+    sent_bytes: int = 0  # total: warm-up, exchanges, and means for checkpoints or the end
+    change_bytes: int = 0  # part of them sent in exchanges that were not empty
+    changed: int = 0  # parameters exchanged: those of a fragment in each exchange
+    waited: float = 0.0  # seconds in which training stood still for an exchange
+    # exchanges, or steps of the warm-up, in which some rank was not finite and was left out
+    dropped: int = 0
+    # states of inner optimizers, a parameter's each, that were not finite and started anew
+    restarts: int = 0
+    # root mean square over the ranks of ‖Δᵢ − Δ̄‖, relative to ‖Δ̄‖, of the last exchange of moves
+    spread: float | None = None
+    # ranks that died with their residuals and their training since the last exchange
+    lost_ranks: int = 0
+    every: int = 0  # steps of the round under way; 0: it ends after so many seconds
+    overlap: int = 0  # steps of the round that are computed during an exchange
+    participants: int = 0  # ranks with a weight above zero in it
+
+    @property
+    def bits(self) -> float:
+        """Bits sent per parameter and round, without warm-up and empty exchanges: float32 has 32.
+        0.0 before the first exchange."""
+        return 8 * self.change_bytes / self.changed if self.changed else 0.0
+
+    def _length(self) -> str:
+        if not self.every:
+            return ""
+        return f", now of {self.every} steps" + (
+            f", {self.overlap} of them beside an exchange" if self.overlap else ""
+        )
+
+    def summary(self, *, spread_of: str) -> str:
+        """``spread_of``: what the ranks' spread is relative to."""
+        spread = (
+            "" if self.spread is None else f"last spread {self.spread:.2g} of {spread_of} over "
+        )
+        restarts = f", {self.restarts} inner states started anew" if self.restarts else ""
+        crossed = (
+            f"{self.sent_bytes / 1e6:.1f} MB sent ({self.bits:.2f} bits per parameter and round)"
+        )
+        return (
+            f"{self.steps} steps, {self.rounds} rounds{self._length()}, {crossed}, waited "
+            f"{self.waited:.1f} s, {spread}"
+            f"{self.participants} ranks, {self.dropped} exchanges with a change left out{restarts}"
         )

@@ -23,11 +23,12 @@ import torch
 
 from commpress.codecs import Policy, policy_of
 from commpress.codecs.whole_tensors import WholeTensorCodec
+from commpress.collectives.allreduce import Outcome
 from commpress.collectives.change import Change
 from commpress.collectives.handover import Divided
 from commpress.collectives.reduce_scatter import Scatter
 from commpress.collectives.residual_state import Residuals, check_widths, residuals_of
-from commpress.collectives.state import Saved
+from commpress.collectives.state import Checked
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.feedback import ResidualStore
 from commpress.optim import checkpoint
@@ -132,22 +133,22 @@ class ShardedOptimizer(Divided, CompressedOptimizer):
         if self.unknown and kind is not RoundKind.EXACT:  # a state was loaded
             yield from self.learn()
 
-    def exchanged(self, kind: RoundKind) -> Steps[bool]:
+    def send(self, kind: RoundKind) -> Steps[list[Outcome]]:
         exact = kind is RoundKind.EXACT
-        scatter = self.full if exact else self.quantized
         gain = yield from self.clipping.agreed(self, self.gain(), exact=exact)
         self.prepare(kind, gain)
-        outcomes = yield from scatter.reduce(
-            self.work, self.mean, key=self._key(), asks=self.asks()
+        return (
+            yield from (self.full if exact else self.quantized).reduce(
+                self.work, self.mean, key=self._key(), asks=self.asks()
+            )
         )
-        finite = all(outcome.finite for outcome in outcomes)
-        if finite and exact:
-            finite = yield from self._clip()
-        taken = yield from self.settled(outcomes, finite)
-        if taken:
-            yield from self.update(kind)
-            yield from self._publish(scatter, whole=exact and self.exact_codec.lossless)
-        return taken
+
+    def apply(self, kind: RoundKind) -> Steps[None]:
+        exact = kind is RoundKind.EXACT
+        yield from self.update(kind)
+        yield from self._publish(
+            self.full if exact else self.quantized, whole=exact and self.exact_codec.lossless
+        )
 
     @abstractmethod
     def update(self, kind: RoundKind) -> Steps[None]:
@@ -196,12 +197,9 @@ class ShardedOptimizer(Divided, CompressedOptimizer):
             else 1.0
         )
 
-    def _clip(self) -> Steps[bool]:
-        if self.clipping.max_norm is None:
-            return True
+    def norm_of_mean(self) -> Steps[float | None]:
         squares = sum(float(mean.square().sum(dtype=torch.float64)) for mean in self._means)
-        every = yield from self.gathered([squares])
-        return self.clipping.clip(self, self.mean, norm=float(every.sum()) ** 0.5)
+        return float((yield from self.gathered([squares])).sum()) ** 0.5
 
     # ---------------------------------------------------------- messages and their use
 
@@ -303,7 +301,7 @@ class ShardedOptimizer(Divided, CompressedOptimizer):
         super().check(schedule)
         checkpoint.check_shapes(self, schedule)
 
-    def take_over(self, saved: Saved) -> None:
+    def take_over(self, saved: Checked) -> None:
         self.missing = saved.missing and (
             f"{saved.missing}, which owns other parts: load each rank's own state_dict(), or all "
             "ranks' to change the world size. With a Trainer use the callback "

@@ -204,7 +204,7 @@ class Declaration:
         """Return the declarations of present ranks that have made one."""
         return {
             rank: each
-            for rank, said in enumerate(change.said)
+            for rank, said in enumerate(change.reports)
             if (each := cls.of(said)) is not None
         }
 

@@ -576,7 +576,7 @@ class Elastic:
         admit = self._rehearsal.over(self.counters.steps)
         try:
             change: Change = self.group.reform(
-                self.timeout, say=report, age=age, join=self.attendance.join, admit=admit
+                self.timeout, report=report, age=age, join=self.attendance.join, admit=admit
             )
         except InvalidArgument:
             # the group was not reformed

@@ -594,7 +594,7 @@ class ProcessGroup(dist.ProcessGroup):
         self,
         timeout: timedelta | None = None,
         *,
-        say: bytes = b"",
+        report: bytes = b"",
         age: int = 0,
         join: Any = None,
         minimum: int = 1,
@@ -608,15 +608,15 @@ class ProcessGroup(dist.ProcessGroup):
         channels work among them. Calls in progress fail. Groups of some ranks (``new_group``,
         ``split_group``, meshes) are destroyed: make them again.
 
-        - ``say``: bytes for all ranks.
+        - ``report``: bytes for all ranks.
         - ``age``: steps trained so far. If two groups meet, the members continue and the ranks of
           the other are newcomers; an older one is refused.
         - ``join``: on newcomers, a member's ``contact`` or a store that the members use.
         - ``minimum``: fewest members that may continue.
         - ``admit``: False on the first survivor lets newcomers wait for a later reform.
         """
-        limit = check_reform(self, timeout, say, age, minimum, join, admit)
-        terms = terms_of(self, say=say, age=age, join=join, minimum=minimum, admit=admit)
+        limit = check_reform(self, timeout, report, age, minimum, join, admit)
+        terms = terms_of(self, report=report, age=age, join=join, minimum=minimum, admit=admit)
         return self._reform(terms, limit)
 
     def _reform(self, terms: Terms, limit: timedelta) -> Change:

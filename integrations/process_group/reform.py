@@ -301,7 +301,7 @@ def fail_subgroups(error: CommunicationError) -> None:
 def check_reform(
     group: "ProcessGroup",
     timeout: object,
-    say: object,
+    report: object,
     age: object,
     minimum: object,
     join: object,
@@ -327,8 +327,8 @@ def check_reform(
             f"timeout is {timeout!r}, expected a positive datetime.timedelta, such as "
             "timedelta(seconds=60)"
         )
-    if not isinstance(say, bytes):
-        raise InvalidArgument(f"say is a {type(say).__name__}, expected bytes")
+    if not isinstance(report, bytes):
+        raise InvalidArgument(f"report is a {type(report).__name__}, expected bytes")
     if not isinstance(admit, bool):
         raise InvalidArgument(f"admit is {admit!r}, expected True, or False to let newcomers wait")
     check_counts(age=age, minimum=minimum)
@@ -350,7 +350,7 @@ def cause_of(group: "ProcessGroup") -> CommunicationError:
 def terms_of(
     group: "ProcessGroup",
     *,
-    say: bytes,
+    report: bytes,
     age: int,
     join: Any,
     minimum: int,
@@ -363,7 +363,7 @@ def terms_of(
     )
     return Terms(
         age=age,
-        said=say,
+        said=report,
         minimum=minimum,
         admits=admit,
         labels=partial(_labels, group),
@@ -429,7 +429,7 @@ def appointed_terms(group: "ProcessGroup", options: Any) -> Terms:
         raise CommunicationError(  # a RuntimeError, as Gloo's groups raise
             f"uuid is {options.uuid}, which the present group already has: pass a new one each time"
         )
-    terms = terms_of(group, say=b"", age=0, join=None, minimum=1)
+    terms = terms_of(group, report=b"", age=0, join=None, minimum=1)
     return replace(terms, appointed=places, ordered=ordered, key=key)
 
 

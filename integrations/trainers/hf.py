@@ -51,7 +51,7 @@ from commpress.integrations.trainers.rank_files import (
 )
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.optimizer import CompressedOptimizer
-from commpress.optim.windows import WindowedOptimizer
+from commpress.optim.zero_one_adam import WindowedOptimizer
 
 log = logging.getLogger("commpress")
 
@@ -231,7 +231,7 @@ class Compress(_Beside):
             numbers[f"commpress/{part}_ms"] = 1e3 * self._since[f"{part}_seconds"] / steps
         self._since.clear()
         if isinstance(self.state, CompressedOptimizer):
-            numbers["commpress/owed"] = self.state.owed()
+            numbers["commpress/residual"] = self.state.relative_residual()
         elif self.state.counters.errors:
             errors = self.state.counters.errors.values()
             numbers["commpress/error"] = sum(errors) / len(errors)
@@ -362,7 +362,7 @@ class LocalTraining(_Beside):
                 "the model was not run by DistributedDataParallel: leave FSDP and DeepSpeed off"
             )
         tokens, self._counted = self._counted, 0
-        self.local.advance(tokens=tokens)
+        self.local.after_step(tokens=tokens)
         self._settle(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:

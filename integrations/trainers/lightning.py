@@ -30,7 +30,7 @@ from commpress.integrations.trainers.compression import (
 from commpress.integrations.trainers.rank_files import gathered_on_first, part_of, take_parts
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.optimizer import CompressedOptimizer
-from commpress.optim.windows import WindowedOptimizer
+from commpress.optim.zero_one_adam import WindowedOptimizer
 
 log = logging.getLogger("commpress")
 
@@ -248,7 +248,7 @@ class LocalTraining(_Agreeing):
         self._counted += self.tokens(batch) if self.tokens is not None else 1
         if trainer.global_step == self._steps:  # gradients are still being accumulated
             return
-        self.local.advance(tokens=self._counted)
+        self.local.after_step(tokens=self._counted)
         self._steps, self._counted = trainer.global_step, 0
         if (batch_idx + 1) % trainer.log_every_n_steps == 0:
             counters = self.local.counters

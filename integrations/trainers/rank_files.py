@@ -30,7 +30,7 @@ def part_of(state: Compressor) -> dict[str, Any]:
     if isinstance(state, CompressedOptimizer):
         # the trainer's own file has the rest, which is equal on all ranks
         return {"commpress": state.rank_state()}
-    return state.state_dict() if isinstance(state, LocalUpdates) else state.rank_state()
+    return state.rank_state()
 
 
 def take_parts(state: Compressor, parts: list[dict[str, Any]]) -> None:

@@ -11,6 +11,7 @@ import commpress
 import tiny_models
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument
+from local_twin import options_of
 
 
 def trained(make, loss_of, size, *, inner=None, steps=12, **options):
@@ -22,7 +23,7 @@ def trained(make, loss_of, size, *, inner=None, steps=12, **options):
     options = {"every": 4, "codec": "int4", "fragments": 2, "overlap": 1} | options
     inner = inner or (lambda model: torch.optim.AdamW(model.named_parameters(), lr=3e-3))
     local = [
-        commpress.LocalUpdates(inner(m), transport=switch.transport(r), **options)
+        commpress.LocalUpdates(inner(m), process_group=switch.transport(r), **options_of(**options))
         for r, m in enumerate(models)
     ]
     losses = []

@@ -12,7 +12,7 @@ from commpress.integrations.ddp.hook import CompressedState, HookOptions
 from commpress.integrations.elastic.loop import Elastic, ElasticOptions
 from commpress.optim.onebit_adam import FreezingOptimizer, FreezingOptions
 from commpress.optim.optimizer import CompressedOptimizer, OptimizerOptions
-from commpress.optim.windows import WindowedOptimizer, WindowOptions
+from commpress.optim.zero_one_adam import WindowedOptimizer, WindowOptions
 
 PASSED_ON = [
     (OptimizerOptions, [CompressedOptimizer], set()),

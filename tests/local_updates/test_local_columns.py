@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import commpress
+from local_twin import options_of
 
 STEPS = 8
 
@@ -58,7 +59,8 @@ def cut(options, bad=None):
         Net(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
     )
     inner = torch.optim.SGD(net.parameters(), lr=0.05)
-    local = commpress.LocalUpdates(inner, process_group=mesh["dp"].get_group(), **options)
+    group = mesh["dp"].get_group()
+    local = commpress.LocalUpdates(inner, process_group=group, **options_of(**options))
     train(net, local, mesh["dp"].get_local_rank(), bad=bad)
     bias = net.down.bias.to_local().detach().clone()
     return [whole(p) for p in net.parameters()], bias, local.counters.dropped

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import commpress
 from commpress.errors import InvalidArgument
 from commpress.optim.onebit_adam import ShardedOneBitAdam
-from local_twin import equal
+from local_twin import equal, options_of
 from ranks import caught
 from small_store import open_store
 
@@ -36,7 +36,7 @@ def trained(net, inner, node, options, *, steps=9):
     """Both ranks of a node see the node's batch: its mean gradient is that of one rank, in every
     bit."""
     options = {"every": 3, "codec": None, "outer": commpress.Nesterov(), "min_numel": 0} | options
-    local = commpress.LocalUpdates(inner, **options)
+    local = commpress.LocalUpdates(inner, **options_of(**options))
     dtype = next(net.parameters()).dtype
     for step in range(steps):
         draw = torch.Generator().manual_seed(10 * step + node)

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
+from commpress.codecs import policy_of
 from commpress.collectives.transports.transport import InFront
 from commpress.errors import InvalidArgument
-from local_twin import Ranks, drawn, equal, noise
+from local_twin import Ranks, drawn, equal, noise, options_of
 from variants import few
 
 PLANS = {
@@ -47,7 +48,8 @@ PLANS = {
 def trained(options, size):
     parameters = [torch.nn.Parameter(p) for p in drawn(0)]
     local = commpress.LocalUpdates(
-        torch.optim.SGD(parameters, lr=0.25), **{"every": 4, "min_numel": 0} | options
+        torch.optim.SGD(parameters, lr=0.25),
+        **options_of(**{"every": 4, "min_numel": 0} | options),
     )
     for step in range(15):
         for p, g in zip(parameters, noise(size, step)[dist.get_rank()], strict=True):
@@ -112,11 +114,9 @@ def delayed(seconds):
     local = commpress.LocalUpdates(
         torch.optim.SGD(parameters, lr=0.25),
         every=6,
-        overlap=2,
+        overlap=(2, 0.5),
         fragments=2,
-        alpha=0.5,
-        codec="int4",
-        min_numel=0,
+        codec=policy_of("int4", min_numel=0),
     )
     for seed, channel in enumerate((local.channel, local.control)):
         channel.transport.inner = Slow(channel.transport.inner, seed, seconds)
@@ -169,7 +169,8 @@ def test_alone_nothing_is_searched_for_a_wrapper(monkeypatch):
 
 def left_alone():
     parameters = [torch.nn.Parameter(p) for p in drawn(0)]
-    options = {"timeout": timedelta(seconds=3), "every": 2, "codec": "int4"}
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    options = {"process_group": group, "every": 2, "codec": "int4"}
     local = commpress.LocalUpdates(torch.optim.SGD(parameters, lr=0.25), **options)
     for step in range(4):
         for p, g in zip(parameters, noise(3, step)[dist.get_rank()], strict=True):

@@ -136,6 +136,6 @@ def test_residuals_in_a_store_are_handed_over_too(tmp_path):
 def test_ranks_that_train_together_are_refused():
     parameters = [torch.nn.Parameter(p) for p in drawn(0)]
     inner = OneBitAdam(parameters, exact_steps=2, transport=Loopback(1).transport(0))
-    local = LocalUpdates(inner, every=2, transport=Loopback(1).transport(0))
+    local = LocalUpdates(inner, every=2, process_group=Loopback(1).transport(0))
     with pytest.raises(InvalidArgument, match="inner has ranks that train together"):
         local.reform(changes({0}, 0, 2)[0])

@@ -202,7 +202,7 @@ def test_bytes_on_the_wire_of_a_round(size, shapes):
             p.grad = torch.rand_like(p)
         inner = torch.optim.SGD(parameters, lr=0.1)
         locals_.append(
-            LocalUpdates(inner, every=1, outer=SparseLoCo(), codec=CODEC, transport=transport)
+            LocalUpdates(inner, every=1, outer=SparseLoCo(), codec=CODEC, process_group=transport)
         )
         inner.step()
     numel = sum(p.numel() for p in parameters)

@@ -19,7 +19,7 @@ from commpress.optim import (
     ShardedOneBitAdam,
     ZeroOneAdam,
     tensor_states,
-    windows,
+    zero_one_adam,
 )
 from optim_twin import Replicas, equal, flat, mean, noise, owed, start
 
@@ -174,7 +174,7 @@ def test_a_tensor_that_outgrows_its_variance_thaws_on_all_ranks(name, only, capl
     assert [o.counters.woken_tensors for o in group.optimizers] == [1, 1]
     for o in group.optimizers:
         if name == "zero-one":
-            assert o.windows.exact_until == talks[0] + 1 + windows.WAKING
+            assert o.windows.exact_until == talks[0] + 1 + zero_one_adam.WAKING
         else:
             assert o.tensors.frozen.tolist() == [True, False, True, True]
             assert int(o.tensors.thawed_at[1]) == talks[0] + 1

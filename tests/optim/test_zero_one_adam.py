@@ -8,7 +8,7 @@ import torch
 from commpress.collectives.transports.loopback import simulate
 from commpress.optim import OneBitAdam, ZeroOneAdam
 from commpress.optim.optimizer import RoundKind
-from commpress.optim.windows import Windows
+from commpress.optim.zero_one_adam import Windows
 from commpress.schedules import DoublingIntervals, Facts
 from optim_twin import (
     SHAPES,

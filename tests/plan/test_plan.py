@@ -112,7 +112,9 @@ def test_bytes_of_a_round_are_those_of_local_updates(compiled, codec):
         outer = SparseLoCo() if "topk" in codec else None
         inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
         every.append(
-            LocalUpdates(inner, every=2, codec=codec, outer=outer, transport=switch.transport(rank))
+            LocalUpdates(
+                inner, every=2, codec=codec, outer=outer, process_group=switch.transport(rank)
+            )
         )
     for _ in range(4):
         simulate([local.steps() for local in every])

@@ -88,9 +88,9 @@ def lose_one(file):
         assert first.ranks == (LAST,)
         again = caught(dist.all_reduce, torch.ones(1))
         assert "Call group.reform() to continue with the remaining ranks" in str(again)
-        change = group.reform(say=bytes([dist.get_rank()]))
+        change = group.reform(report=bytes([dist.get_rank()]))
         assert change == group.change
-        assert (change.epoch, change.sources, change.lost, change.said) == (
+        assert (change.epoch, change.sources, change.lost, change.reports) == (
             1,
             (0, 1),
             (LAST,),
@@ -155,7 +155,7 @@ def come_and_go(folder, rounds):
     gc.collect()
     before = threads_and_files()
     for number in range(rounds):
-        assert group.reform(say=bytes([rank])).epoch == number + 2
+        assert group.reform(report=bytes([rank])).epoch == number + 2
         assert group.size() == 3
         error = caught(dist.barrier)  # a rank that is through reforms, while another is still in it
         assert error is None or isinstance(error, CommunicationError)
@@ -307,7 +307,7 @@ def refuse():
     group = world()
     for wrong, what in (
         ({"timeout": 3}, "timeout"),
-        ({"say": "words"}, "say"),
+        ({"report": "words"}, "report"),
         ({"age": -1}, "age"),
         ({"minimum": None}, "minimum"),
         ({"admit": 1}, "admit"),

@@ -116,9 +116,9 @@ class Rank:
                 if visitor.alive and self.epoch is self.world.current
             )
 
-    def reform(self, timeout=None, *, say=b"", age=0, join=None, minimum=1, admit=True):
+    def reform(self, timeout=None, *, report=b"", age=0, join=None, minimum=1, admit=True):
         assert admit, "there is nothing to rehearse"
-        return self.world.reform(self, say, age, join is not None)
+        return self.world.reform(self, report, age, join is not None)
 
     def hand_over(self, leaving):
         """The first who stays owes from now on what the leavers do."""

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import torch
 
+from commpress.codecs import policy_of
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.outer import Average
@@ -35,6 +36,13 @@ def flat(tensors):
     return np.concatenate([t.detach().double().numpy().ravel() for t in tensors])
 
 
+def options_of(*, min_numel=None, alpha=None, **options):
+    """Options of ``LocalUpdates``: ``min_numel`` is one of codecs, ``alpha`` of ``overlap``."""
+    if min_numel is not None and options.get("codec") is not None:
+        options["codec"] = policy_of(options["codec"], min_numel=min_numel)
+    return options | ({} if alpha is None else {"overlap": (options.get("overlap", 0), alpha)})
+
+
 class Ranks:
     """So many ranks of this process, each with parameters, an inner SGD and local updates."""
 
@@ -45,12 +53,12 @@ class Ranks:
         self.parameters = [[torch.nn.Parameter(p.clone()) for p in begin] for _ in range(size)]
         make = inner or (lambda p: torch.optim.SGD(p, lr=RATE))
         switch = Loopback(size)
-        options = {"codec": None, "every": 4, "outer": Average()} | options
+        options = options_of(**{"codec": None, "every": 4, "outer": Average()} | options)
         self.local = []
         for r, p in enumerate(self.parameters):
             keep = {} if keeps is None else {"store": keeps[r]}
             self.local.append(
-                LocalUpdates(make(p), transport=switch.transport(r), **options, **keep)
+                LocalUpdates(make(p), process_group=switch.transport(r), **options, **keep)
             )
 
     def inner_step(self, gradients):

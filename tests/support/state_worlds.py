@@ -20,6 +20,7 @@ from commpress.optim.layout import mark_held
 from commpress.optim.outer import Average, Gossip, Nesterov, SparseLoCo
 from commpress.schedules import Every
 from gallery import gallery
+from local_twin import options_of
 from new_ranks import Dying, changes, until_stuck
 from ranks import caught
 
@@ -617,9 +618,10 @@ def local(ats: Sequence[int] = (3, 8), inner: Any = None, dies: Any = None, **op
 
     def make(weights: Any, transport: Any) -> Any:
         given = {name: v() if name == "store" else v for name, v in options.items()}
-        return commpress.LocalUpdates(inner(weights), transport=transport, **given)
+        return commpress.LocalUpdates(inner(weights), process_group=transport, **given)
 
     options = {"every": 4, "codec": None, "min_numel": 1, "feedback_decay": 1.0} | options
+    options = options_of(**options)
     rounds = (options["every"] // options.get("fragments", 1) * 2 - 1,)
     return Kind(Local, make, ats, dies=rounds if dies is None else dies)
 

@@ -189,7 +189,7 @@ def test_whoever_is_left_goes_on_as_one_group_in_their_order(moments):
     change = survivors[0].outcome
     assert change.sources == tuple(left)
     assert change.lost == tuple(sorted({*range(len(crowd))} - {*left}))
-    assert change.said == tuple(bytes([rank]) for rank in left)
+    assert change.reports == tuple(bytes([rank]) for rank in left)
     if not any(moments):
         together(crowd)
         assert_agree(crowd)
