@@ -209,10 +209,10 @@ class _Silent(WSGIRequestHandler):
 def _serve(host: str, port: int, answer: Callable[..., Iterable[bytes]], timeout: float) -> _Server:
     def make(family: socket.AddressFamily, address: str) -> _Server:
         kind = type("Server", (_Server,), {"address_family": family, "stranger_seconds": timeout})
-        server: Any = make_server(address, port, answer, kind, _Silent)
+        server: _Server = make_server(address, port, answer, kind, _Silent)
         server.inside = _is_loopback(address)
         server.set_app(_checked(answer, inside=server.inside))
-        return server  # type: ignore[no-any-return]
+        return server
 
     return listening(host, port, make)
 

@@ -206,11 +206,11 @@ class OwnPart:
         if len(parts) == 1 and parts[0].is_cpu and parts[0].dtype == dtype:
             return block.numbers.patterns(parts[0])
         rooms = self._scratch.__dict__  # a fresh room each time would cost more than the copy
-        if dtype not in rooms:
-            rooms[dtype] = torch.empty(BLOCK // block.numbers.words, dtype=dtype)
+        if (room := rooms.get(str(dtype))) is None:
+            room = rooms[str(dtype)] = torch.empty(BLOCK // block.numbers.words, dtype=dtype)
         for part, (_, at) in zip(parts, placed(block.pieces), strict=True):
-            rooms[dtype][at].copy_(part)
-        return block.numbers.patterns(rooms[dtype][: at.stop])
+            room[at].copy_(part)
+        return block.numbers.patterns(room[: at.stop])
 
 
 def _parts(block: _Block, tensors: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:

@@ -194,9 +194,10 @@ class Publisher:
             raise InvalidArgument(f"ranks publish versions {both}, expected one of them")
         codes = [each.code for each in compared]
         differences = self._written(version, codes, anchor=False) if base.version else ()
-        nbytes, anchors = sum(file.nbytes for file in differences), ()
-        if anchored := not base.version or self._anchor_due(nbytes):
-            anchors = self._written(version, self._part.anchor_codes(codes), anchor=True)
+        nbytes = sum(file.nbytes for file in differences)
+        anchored = not base.version or self._anchor_due(nbytes)
+        own = self._part.anchor_codes(codes)
+        anchors = self._written(version, own, anchor=True) if anchored else ()
         record = records.VersionRecord(
             base.run,
             base.epoch,
