@@ -235,8 +235,8 @@ MUTANTS = [
     Mutant(
         "a block is not compared with its hash",
         "integrations/weights/replay.py",
-        "                if found != int(record.hashes[part][stream][block]):",
-        "                if False:",
+        "            if hash_of(content, part, block) != int(record.hashes[part][block]):",
+        "            if False:",
         "tests/weights/test_receiving.py",
     ),
     Mutant(

@@ -10,12 +10,11 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from socketserver import ThreadingMixIn
-from time import monotonic
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from commpress.errors import InvalidArgument, MissingPackage
+from commpress.integrations.observe.limited_server import LimitedServer, listening
 from commpress.integrations.observe.metrics import TOTALS, StepMetrics
 from commpress.integrations.weights.weight_metrics import WeightSample
 
@@ -197,53 +196,9 @@ class MetricsEndpoint:
 # ---------------------------------------------------------------- the server
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    """A server with a thread per connection, at most ``AT_ONCE``: a new connection closes the
-    oldest one if there is no room, and slow ones are closed."""
-
-    daemon_threads = True
-    request_queue_size = 64
+class _Server(LimitedServer, WSGIServer):
+    at_once = AT_ONCE
     inside = False  # listens on loopback only
-    timeout_of_clients = 10.0
-
-    def server_bind(self) -> None:
-        self._clients: dict[socket.socket, float] = {}  # times of arrival, oldest first
-        self._room, self._changing = threading.Semaphore(AT_ONCE), threading.Lock()
-        super().server_bind()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        while not self._room.acquire(blocking=False):
-            self._cut(before=float("inf"), most=1)
-            if self._room.acquire(timeout=0.1):
-                break
-        with self._changing:
-            self._clients[request] = monotonic()
-        super().process_request(request, client_address)
-
-    def service_actions(self) -> None:
-        """Close slow connections; ``serve_forever`` calls this twice a second, and after every
-        connection."""
-        self._cut(before=monotonic() - self.timeout_of_clients, most=AT_ONCE)
-
-    def _cut(self, *, before: float, most: int) -> None:
-        with self._changing:  # a socket closed meanwhile could have given its number to another
-            for request in [r for r, came in self._clients.items() if came < before][:most]:
-                _shut(request)
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._changing:
-            held = self._clients.pop(request, None) is not None
-            super().shutdown_request(request)
-        if held:
-            self._room.release()
-
-    def server_close(self) -> None:
-        super().server_close()
-        self._cut(before=float("inf"), most=AT_ONCE)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log instead of printing."""
-        log.debug("a reader of metrics disconnected: %s", client_address, exc_info=True)
 
 
 class _Silent(WSGIRequestHandler):
@@ -251,30 +206,15 @@ class _Silent(WSGIRequestHandler):
         """Print nothing, unlike the base class."""
 
 
-def _shut(request: socket.socket) -> None:
-    """Wake the thread that reads from or writes to a connection."""
-    try:
-        request.shutdown(socket.SHUT_RDWR)
-    except OSError as error:
-        log.debug("a reader of metrics was already disconnected: %s", error)
-
-
 def _serve(host: str, port: int, answer: Callable[..., Iterable[bytes]], timeout: float) -> _Server:
-    try:
-        if not host:
-            raise OSError("an empty name")
-        (family, *_, (address, *_)), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        kind = type("Server", (_Server,), {"address_family": family, "timeout_of_clients": timeout})
-        server: Any = make_server(str(address), port, answer, kind, _Silent)
-    except (OSError, OverflowError) as error:
-        raise InvalidArgument(
-            f"host is {host!r} and port {port}, and the system does not let this process listen "
-            f"there ({error}): expected an address of this machine such as 127.0.0.1, ::1 or "
-            "0.0.0.0, and a free port, or 0 for any"
-        ) from error
-    server.inside = _is_loopback(str(address))
-    server.set_app(_checked(answer, inside=server.inside))
-    return server
+    def make(family: socket.AddressFamily, address: str) -> _Server:
+        kind = type("Server", (_Server,), {"address_family": family, "stranger_seconds": timeout})
+        server: _Server = make_server(address, port, answer, kind, _Silent)
+        server.inside = _is_loopback(address)
+        server.set_app(_checked(answer, inside=server.inside))
+        return server
+
+    return listening(host, port, make)
 
 
 def _is_loopback(address: str) -> bool:

@@ -1,7 +1,9 @@
 """Weights of a model as ranks hold them: boxes of tensors, and who publishes which of them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import pairwise
+from math import prod
+from typing import Any
 
 import msgpack
 import torch
@@ -15,20 +17,12 @@ from commpress.integrations.weights.weight_layout import (
     DescribedTensor,
     WeightLayout,
     WeightPiece,
-    WeightStream,
 )
 
 Tensors = Mapping[str, torch.Tensor]
 Source = torch.nn.Module | Tensors | Iterable[tuple[str, torch.Tensor]] | Callable[[], Tensors]
+Box = tuple[tuple[int, ...], tuple[int, ...]]
 UNDIVIDED = 1 << 16  # elements of a box that one of its holders takes alone
-
-
-class Box(NamedTuple):
-    """A rank's part of a tensor."""
-
-    shape: tuple[int, ...]
-    begin: tuple[int, ...]
-    size: tuple[int, ...]
 
 
 def tensors_of(source: Source) -> Callable[[], Tensors]:
@@ -57,21 +51,20 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def box_of(name: str, tensor: torch.Tensor) -> Box:
-    """The place of that part in the whole."""
+    """The first element and the size of that part in the whole."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return Box(shape, (0,) * len(shape), shape)
+        return (0,) * len(shape), shape
     if any(placement.is_partial() for placement in tensor.placements):
         raise InvalidArgument(
             f"{name!r} is placed {tensor.placements}: sums that are still open are no weights"
         )
     if tensor.device_mesh.get_coordinate() is None or not tensor.to_local().numel():
-        return Box(shape, (0,) * len(shape), (0,) * len(shape))
+        return (0,) * len(shape), (0,) * len(shape)
     (chunk,) = tensor.__create_chunk_list__()
-    box = Box(shape, tuple(chunk.offsets), tuple(chunk.sizes))
-    if box.size != tuple(tensor.to_local().shape):
+    if chunk.sizes != tensor.to_local().shape:
         raise InvalidArgument(f"{name!r} is placed {tensor.placements}, which is no box: gather it")
-    return box
+    return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
 class RankGather:
@@ -127,73 +120,77 @@ class RankGather:
 
 def layout_over(gather: RankGather, tensors: Tensors, dtype: torch.dtype | None) -> WeightLayout:
     """The layout that all ranks find in what they hold: each element has one of its holders."""
+    described, tied = dict[str, DescribedTensor](), dict[str, str]()
+    holders: dict[tuple[str, Box], list[tuple[int, int]]] = {}
     tables = gather.together(lambda: _table(tensors, dtype, alone=gather.size == 1))
-    described: dict[str, DescribedTensor] = {}
-    tied: dict[str, str] = {}
-    holders: dict[str, dict[Box, list[tuple[int, int]]]] = {}
     for rank, rows in enumerate(tables):
-        for name, *rest in rows:
-            if len(rest) == 1:
-                tied[name] = rest[0]
+        for name, tie, kind, *box, hashed in rows:
+            if tie:
+                tied[name] = tie
                 continue
-            kind, shape, begin, size, hashed = rest
-            box = Box(tuple(shape), tuple(begin), tuple(size))
-            own = DescribedTensor(name, kind, box.shape)
+            shape, begin, size = map(tuple, box)
+            own = DescribedTensor(name, kind, shape)
             if (found := described.setdefault(name, own)) != own:
                 raise InvalidArgument(
                     f"{name!r} is {kind} of {shape} on rank {rank}, elsewhere {found.dtype} of "
-                    f"{list(found.shape)}: tensors that differ by rank need names of their own"
+                    f"{found.shape}: tensors that differ by rank need names of their own"
                 )
-            holders.setdefault(name, {}).setdefault(box, []).append((rank, hashed))
-    load = [0] * gather.size
-    parts: list[dict[str, list[WeightPiece]]] = [{} for _ in load]
-    for number, (name, boxes) in enumerate(holders.items()):
-        for box, found_on in boxes.items():
-            ranks = [rank for rank, _ in found_on]
-            if len({hashed for _, hashed in found_on}) > 1:
-                raise InvalidArgument(
-                    f"{name!r} has other values on rank {ranks[-1]} than on rank {ranks[0]}: "
-                    "experts of one rank need names of their own, and replicas the same weights"
-                )
-            for rank, first, last in _shares(box, ranks, load):
-                load[rank] += last - first
-                piece = WeightPiece(number, box.begin, box.size, first, last)
-                parts[rank].setdefault(described[name].dtype, []).append(piece)
-    streams = [[WeightStream(kind, tuple(part[kind])) for kind in sorted(part)] for part in parts]
-    layout = WeightLayout(list(described.values()), tied, streams)
+            holders.setdefault((name, (begin, size)), []).append((rank, hashed))
+    load, numbers = [0] * gather.size, {name: i for i, name in enumerate(described)}
+    parts: list[list[WeightPiece]] = [[] for _ in load]
+    for (name, (begin, size)), found_on in holders.items():
+        ranks = [rank for rank, _ in found_on]
+        if len({hashed for _, hashed in found_on}) > 1:
+            raise InvalidArgument(
+                f"{name!r} has other values on rank {ranks[-1]} than on rank {ranks[0]}: "
+                "experts of one rank need names of their own, and replicas the same weights"
+            )
+        for rank, first, last in _shares(size, ranks, load):
+            load[rank] += last - first
+            parts[rank].append(WeightPiece(numbers[name], begin, size, first, last))
+    every = tuple(described.values())
+    kept = (sorted(part, key=lambda piece: every[piece.tensor].dtype) for part in parts)
+    layout = WeightLayout(every, tuple(tied.items()), tuple(map(tuple, kept)))
     try:
-        return WeightLayout.unpack(msgpack.unpackb(layout.packed))
+        layout.check()
     except ValueError as error:
-        cure = "publish from all ranks that hold a part"
         raise InvalidArgument(
-            f"this group does not hold the model once ({error}): {cure}"
+            f"this group does not hold the model once ({error}): publish from all ranks that hold "
+            "a part"
         ) from error
+    return layout
 
 
 def _table(tensors: Tensors, dtype: torch.dtype | None, *, alone: bool) -> list[list[Any]]:
-    """For each name its type, its box and a hash of what others may hold too, or the name it is
-    tied to."""
+    """For each name the one it is tied to, its type, shape and box, and a hash of what others may
+    hold too."""
     first: dict[int, str] = {}
     rows: list[list[Any]] = []
     for name, tensor in tensors.items():
         if first.setdefault(id(tensor), name) != name:
-            rows.append([name, first[id(tensor)]])
+            rows.append([name, first[id(tensor)], "", (), (), (), 0])
             continue
         box, hashed = box_of(name, tensor), 0
         if not alone and not isinstance(tensor, DTensor):
             content = local(tensor).contiguous().view(-1).cpu().view(torch.uint8)
             hashed = checksum_of(content.numpy().data)
-        rows.append([name, _published(name, tensor.dtype, dtype), *map(list, box), hashed])
+        kind = _published(name, tensor.dtype, dtype)
+        rows.append([name, "", kind, tuple(tensor.shape), *box, hashed])
     return rows
 
 
-def _shares(box: Box, ranks: Sequence[int], load: Sequence[int]) -> list[tuple[int, int, int]]:
+def _shares(
+    size: tuple[int, ...], ranks: Sequence[int], load: Sequence[int]
+) -> list[tuple[int, int, int]]:
     """(rank, first, last) of a box that all of ``ranks`` hold."""
-    numel = torch.Size(box.size).numel()
+    numel = prod(size)
     if numel <= UNDIVIDED or len(ranks) == 1:
         return [(min(ranks, key=lambda rank: load[rank]), 0, numel)] if numel else []
-    cuts = [numel * i // len(ranks) for i in range(len(ranks) + 1)]
-    return [(rank, *cuts[i : i + 2]) for i, rank in enumerate(ranks)]  # type: ignore[misc]
+    row = numel // size[0]  # whole ones: readers write rows of different parts at once
+    cuts = [size[0] * i // len(ranks) * row for i in range(len(ranks) + 1)]
+    return [
+        (rank, *cut) for rank, cut in zip(ranks, pairwise(cuts), strict=True) if cut[0] < cut[1]
+    ]
 
 
 def _published(name: str, own: torch.dtype, wanted: torch.dtype | None) -> str:

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from commpress.errors import Damaged, StateMismatch
+from commpress.errors import Damaged
 from commpress.integrations.weights import replay
 from commpress.integrations.weights import weight_records as records
 from commpress.integrations.weights.http_place import reading_place
 from commpress.integrations.weights.places import FolderPlace, ReadablePlace
 from commpress.integrations.weights.receiver import Receiver
 from commpress.integrations.weights.version_log import tidy
-from commpress.integrations.weights.weight_layout import WeightLayout
 from commpress.integrations.zero.safetensors_file import Writer
 
 Told = Callable[[str], None]
@@ -35,7 +34,7 @@ class Verified:
 
 def stat(source: str | os.PathLike[str], *, key: bytes | None = None) -> list[Verified]:
     """Every version that can be had, by what its record says. ``key``: as of ``Receiver``."""
-    return [_described(*each) for each in _versions(reading_place(source, key))]
+    return list(map(_described, _versions(reading_place(source, key))))
 
 
 def verify(
@@ -46,49 +45,35 @@ def verify(
     Damaged or StateMismatch where anything is not as published. ``key``: as of ``Receiver``;
     ``tell``: called with a line on each version.
     """
-    place, found, held = reading_place(source, key), list[Verified](), replay.HeldVersion()
+    place, found = reading_place(source, key), list[Verified]()
     chain: list[records.VersionRecord] = []  # from an anchor on, in one layout
-    last: WeightLayout | None = None
-    for record, layout in _versions(place):
-        follows = held.version > 0 and record.base == held.version
-        if follows:
-            replay.check_follows(held, record)
-        elif not record.anchors:
-            what = f"version {record.version} follows from {record.base}, which is not there"
-            raise Damaged(what, file=records.version_name(record.version))
-        for file in (record.differences if follows else []) + record.anchors:
+    for record in _versions(place):
+        for file in (record.differences if chain else ()) + record.anchors:
             for _ in _copied(place, file):
                 pass
-        if follows and last is not None and last.name == layout.name:
+        if chain and chain[-1].layout == record.layout:
             chain.append(record)
         if record.anchors:
-            _rebuild(place, last, chain)
+            _rebuild(place, chain)
             chain = [record]
-        held, last = replay.held_by(record), layout
-        found.append(_described(record, layout))
+        found.append(_described(record))
         tell(f"version {record.version}: {record.nbytes + record.anchor_nbytes:,} bytes")
-    _rebuild(place, last, chain)
+    _rebuild(place, chain)
     return found
 
 
-def _versions(place: ReadablePlace) -> Iterator[tuple[records.VersionRecord, WeightLayout]]:
+def _versions(place: ReadablePlace) -> Iterator[records.VersionRecord]:
     head = replay.read_head(place)
-    layouts: dict[str, WeightLayout] = {}
-    for version, _, _ in head.versions if head else []:
-        record = replay.read_version(place, version)
-        if record.layout not in layouts:
-            layouts[record.layout] = replay.read_layout(place, record)
-        record.check_layout(layouts[record.layout])
-        yield record, layouts[record.layout]
+    anchor, *later = [each.version for each in head.versions] if head else [0]
+    return replay.followed(place, records.VersionRecord(), anchor, later)
 
 
-def _rebuild(
-    place: ReadablePlace, layout: WeightLayout | None, chain: list[records.VersionRecord]
-) -> None:
-    if layout is not None and chain:
-        rebuilder = replay.Rebuilder(place, layout, chain, anchor=True, every=True)
-        for part, s, b, _ in layout.blocks():
-            rebuilder.block(part, s, b)
+def _rebuild(place: ReadablePlace, chain: list[records.VersionRecord]) -> None:
+    if chain:
+        rebuilder = replay.Rebuilder(place, chain, anchor=True)
+        for part, blocks in enumerate(rebuilder.blocks):
+            for b in range(len(blocks)):
+                rebuilder.rebuilt(part, b)
 
 
 def _copied(place: ReadablePlace, file: records.PayloadFile) -> Iterator[bytes]:
@@ -102,16 +87,16 @@ def _copied(place: ReadablePlace, file: records.PayloadFile) -> Iterator[bytes]:
         )
 
 
-def _described(record: records.VersionRecord, layout: WeightLayout) -> Verified:
+def _described(record: records.VersionRecord) -> Verified:
     return Verified(
         record.version,
         record.base,
         record.epoch,
         record.nbytes,
         record.anchor_nbytes,
-        layout.nbytes,
-        record.changed / max(layout.numel, 1),
-        len(layout.parts),
+        record.layout.nbytes,
+        record.changed / max(record.layout.numel, 1),
+        len(record.hashes),
     )
 
 
@@ -136,58 +121,36 @@ def pull(
     """
     place, copy = reading_place(source, key), FolderPlace(folder, make=True)
     own = replay.read_head(copy)
-    return replay.up_to_date(
-        place,
-        lambda head: _pull(place, copy, head, tell) if head else 0,
-        own.newest if own else 0,
-        wait,
-    )
+    held = replay.read_version(copy, own.newest) if own else records.VersionRecord()
+
+    def bring(head: records.HeadRecord | None) -> int:
+        if head is None:
+            return 0
+        had, kept = own.versions if own else (), {each.version for each in head.versions}
+        anchor, later = head.route(head.newest, held.version)
+        for record in replay.followed(place, held, anchor, later):
+            starts = record.version == anchor  # nothing leads there from what the copy has
+            for file in (() if starts else record.differences) + record.anchors:
+                _bring(place, copy, file)
+            copy.write(records.version_name(record.version), [records.pack(record)])
+            listed = records.ListedVersion(record.version, record.base, bool(record.anchors))
+            had = (*(each for each in had if each.version in kept and not starts), listed)
+            now = records.HeadRecord(record.run, record.epoch, had)
+            copy.write(records.HEAD_NAME, [records.pack(now)])
+            tell(f"version {record.version}: {record.nbytes + record.anchor_nbytes:,} bytes")
+        tidy(copy, had, head.epoch)
+        return head.newest
+
+    return replay.up_to_date(place, bring, held, wait)
 
 
-def _pull(place: ReadablePlace, copy: FolderPlace, head: records.HeadRecord, tell: Told) -> int:
-    own = replay.read_head(copy)
-    held, had = replay.HeldVersion(), own.versions if own else []
-    if own is not None:
-        held = replay.held_by(replay.read_version(copy, own.newest))
-        replay.check_run(held, head.run, head.epoch)
-        if head.newest < own.newest:
-            what = f"the copy in {copy} has version {own.newest} already"
-            raise StateMismatch(f"{place} ends with version {head.newest}, {what}")
-    anchor, later = head.route(head.newest, held.version)
-    kept = {version for version, _, _ in head.versions}
-    for version in ([anchor] if anchor else []) + later:
-        record = replay.read_version(place, version)
-        if version == anchor:  # nothing leads there from what the copy has
-            replay.check_run(held, record.run, record.epoch)
-            had = []
-        else:
-            replay.check_follows(held, record)
-        _copy(place, copy, record, whole=version != anchor)
-        held = replay.held_by(record)
-        had = [each for each in had if each[0] in kept]
-        had.append((version, record.base, bool(record.anchors)))
-        copy.replace(records.HEAD_NAME, records.HeadRecord(record.run, record.epoch, had).pack())
-        tell(f"version {version}: {record.nbytes + record.anchor_nbytes:,} bytes")
-    tidy(copy, had, head.epoch)
-    return head.newest
-
-
-def _copy(
-    place: ReadablePlace, copy: FolderPlace, record: records.VersionRecord, *, whole: bool
-) -> None:
-    """One version: files that are there and whole are not fetched again."""
-    names = copy.names()
-    if record.layout not in names:
-        copy.replace(record.layout, records.pack_layout(replay.read_layout(place, record)))
-    for file in (record.differences if whole else []) + record.anchors:
-        try:
-            for _ in _copied(copy, file):
-                pass
-        except Damaged:
-            copy.write(file.name, _copied(place, file))
-    name = records.version_name(record.version)
-    if name not in names:
-        copy.create(name, record.pack())
+def _bring(place: ReadablePlace, copy: FolderPlace, file: records.PayloadFile) -> None:
+    """Fetch a file, unless it is there and whole."""
+    try:
+        for _ in _copied(copy, file):
+            pass
+    except Damaged:
+        copy.write(file.name, _copied(place, file))
 
 
 def save_safetensors(

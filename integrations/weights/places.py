@@ -5,17 +5,17 @@ import contextlib
 import os
 import secrets
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
 
 from commpress.errors import InvalidArgument, MissingPackage
-from commpress.integrations.weights.weight_records import HEAD_NAME, LONGEST_HEAD, HeadRecord
+from commpress.integrations.weights import weight_records as records
 
 PART = ".part"  # ends the names of files that are not whole yet
 AT_ONCE = 8  # parts of files that are read in the background at the same time
+MOST = 8 << 20  # bytes that are asked for at once
 LOOK = 0.005  # seconds between two looks for a newer version
 
 
@@ -25,9 +25,18 @@ class ReadablePlace:
     def __init__(self) -> None:
         self._readers = ThreadPoolExecutor(AT_ONCE, "commpress-read")
 
+    def range(self, name: str, first: int, most: int) -> tuple[bytes, int]:
+        """(bytes from ``first`` on, ``most`` of them or fewer; size of the whole file)."""
+        raise NotImplementedError
+
     def read(self, name: str, first: int, most: int) -> bytes:
         """Bytes from ``first`` on, ``most`` of them or as many as there are."""
-        raise NotImplementedError
+        parts, part = list[bytes](), b"."
+        while most > 0 and part:
+            part, total = self.range(name, first, min(most, MOST))
+            parts.append(part)
+            first, most = first + len(part), min(most - len(part), total - first - len(part))
+        return b"".join(parts)
 
     def begin(self, name: str, first: int, most: int) -> "Future[bytes]":
         """Read in the background, ``AT_ONCE`` parts at a time."""
@@ -40,40 +49,19 @@ class ReadablePlace:
         while True:
             late = monotonic() >= ends
             try:
-                found = self.read(HEAD_NAME, 0, LONGEST_HEAD)
+                found = self.read(records.HEAD_NAME, 0, records.LONGEST_HEAD)
             except FileNotFoundError:
                 if late:
                     raise
             else:
-                if late or (found != before and HeadRecord.unpack(found).newest > after):
+                newer = found != before and records.unpack(records.HeadRecord, found).newest > after
+                if late or newer:
                     return found
                 before = found
             sleep(LOOK)
 
 
-class WeightPlace(ReadablePlace):
-    """One that can be written, too."""
-
-    def write(self, name: str, chunks: Iterable[bytes]) -> None:
-        """Write a file anew; it is on the disk when this returns."""
-        raise NotImplementedError
-
-    def create(self, name: str, content: bytes) -> None:
-        """Write a file whole or not at all; FileExistsError if there is one."""
-        raise NotImplementedError
-
-    def replace(self, name: str, content: bytes) -> None:
-        """Write a file in place of another: readers find the one or the other."""
-        raise NotImplementedError
-
-    def names(self) -> list[str]:
-        raise NotImplementedError
-
-    def remove(self, name: str) -> None:
-        raise NotImplementedError
-
-
-class FolderPlace(WeightPlace):
+class FolderPlace(ReadablePlace):
     """A folder, which all ranks of a publisher see."""
 
     def __init__(self, path: str | os.PathLike[str], *, make: bool = False) -> None:
@@ -89,55 +77,39 @@ class FolderPlace(WeightPlace):
     def __str__(self) -> str:
         return str(self._path)
 
-    def read(self, name: str, first: int, most: int) -> bytes:
-        file = os.open(self._path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    def range(self, name: str, first: int, most: int) -> tuple[bytes, int]:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # not to wait at a pipe
+        file = os.open(self._path / name, flags)
         try:
-            parts = []
-            while most > 0 and (part := os.pread(file, most, first)):
-                parts.append(part)
-                first, most = first + len(part), most - len(part)
-            return b"".join(parts)
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode):
+                raise FileNotFoundError(name)
+            return os.pread(file, most, first), found.st_size
         finally:
             os.close(file)
 
-    def range(self, name: str, first: int, last: int) -> tuple[bytes, int]:
-        """(bytes, size of the whole file)."""
-        found = os.stat(self._path / name, follow_symlinks=False)
-        if not stat.S_ISREG(found.st_mode):
-            raise FileNotFoundError(name)
-        return self.read(name, first, last - first + 1), found.st_size
-
     def write(self, name: str, chunks: Iterable[bytes]) -> None:
-        with open(self._path / name, "wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        self._sync()
+        """Write a file whole or not at all, also in place of another; it is on the disk when this
+        returns."""
+        with self._draft(name, chunks) as draft:
+            os.rename(draft, self._path / name)
 
     def create(self, name: str, content: bytes) -> None:
-        with self._draft(name, content) as draft:
+        """The same; FileExistsError if there is one."""
+        with self._draft(name, [content]) as draft:
             os.link(draft, self._path / name)
-        self._sync()
-
-    def replace(self, name: str, content: bytes) -> None:
-        with self._draft(name, content) as draft:
-            os.rename(draft, self._path / name)
-        self._sync()
 
     @contextlib.contextmanager
-    def _draft(self, name: str, content: bytes) -> Any:
+    def _draft(self, name: str, chunks: Iterable[bytes]) -> Iterator[Path]:
         draft = self._path / f"{name}.{secrets.token_hex(4)}{PART}"
         try:
             with open(draft, "xb") as file:
-                file.write(content)
+                file.writelines(chunks)
                 file.flush()
                 os.fsync(file.fileno())
             yield draft
         finally:
             draft.unlink(missing_ok=True)
-
-    def _sync(self) -> None:
         folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
@@ -151,7 +123,7 @@ class FolderPlace(WeightPlace):
         (self._path / name).unlink(missing_ok=True)
 
 
-class ObjectPlace(WeightPlace):
+class ObjectPlace(ReadablePlace):
     """An object store that fsspec knows, such as ``s3://bucket/run``. Its files appear whole or not
     at all.
 
@@ -168,56 +140,45 @@ class ObjectPlace(WeightPlace):
                 f"{url} needs fsspec: pip install fsspec, and what it needs for such URLs"
             ) from error
         try:
-            self._files, self._path = url_to_fs(url)
+            self._files, path = url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise InvalidArgument(
                 f"{url!r} cannot be opened ({error}), expected a folder, http:// or a URL of fsspec"
             ) from error
+        self._url, self._path = url, path.rstrip("/")
         if make:
             self._files.makedirs(self._path, exist_ok=True)
-        self._url = url
 
     def __str__(self) -> str:
         return self._url
 
-    def read(self, name: str, first: int, most: int) -> bytes:
-        size = int(self._files.info(self._file(name))["size"])
-        content: bytes = (
-            self._files.cat_file(self._file(name), start=first, end=min(first + most, size))
-            if first < size
-            else b""
-        )
-        return content
+    def range(self, name: str, first: int, most: int) -> tuple[bytes, int]:
+        path = f"{self._path}/{name}"
+        size = int(self._files.info(path)["size"])
+        end = min(first + most, size)
+        return self._files.cat_file(path, start=first, end=end) if first < size else b"", size
 
     def write(self, name: str, chunks: Iterable[bytes]) -> None:
-        with self._files.open(self._file(name), "wb") as file:
+        with self._files.open(f"{self._path}/{name}", "wb") as file:
             for chunk in chunks:
                 file.write(chunk)
 
     def create(self, name: str, content: bytes) -> None:
-        if self._files.exists(self._file(name)):
+        if name in self.names():
             raise FileExistsError(name)
-        self.replace(name, content)
-
-    def replace(self, name: str, content: bytes) -> None:
-        self._files.pipe_file(self._file(name), content)
-        self._files.invalidate_cache()
+        self.write(name, [content])
 
     def names(self) -> list[str]:
         self._files.invalidate_cache()
-        if not self._files.exists(self._path):
-            return []
-        return [
-            str(path).rstrip("/").rpartition("/")[2]
-            for path in self._files.ls(self._path, detail=False)
-        ]
+        found = self._files.ls(self._path, detail=False) if self._files.exists(self._path) else []
+        return [str(path).rstrip("/").rpartition("/")[2] for path in found]
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._files.rm_file(self._file(name))
+            self._files.rm_file(f"{self._path}/{name}")
 
-    def _file(self, name: str) -> str:
-        return f"{self._path.rstrip('/')}/{name}"
+
+WeightPlace = FolderPlace | ObjectPlace
 
 
 def writable_place(to: str | os.PathLike[str]) -> WeightPlace:

@@ -6,22 +6,21 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from commpress.errors import Damaged, InvalidArgument, StateMismatch
+from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.weights import held_weights, replay, version_log
 from commpress.integrations.weights import weight_records as records
 from commpress.integrations.weights.own_part import Compared, OwnPart
-from commpress.integrations.weights.places import WeightPlace, writable_place
+from commpress.integrations.weights.places import writable_place
 from commpress.integrations.weights.weight_layout import WeightLayout
 from commpress.tiered_mem.store import TieredStore
 
 log = logging.getLogger("commpress")
+Scanned = list[Future[Compared]]
 _DENSE = 0.5  # of the weights' own bytes: from here on differences hardly pay
 
 
@@ -81,17 +80,23 @@ class Publisher:
         self._pending: Future[None] | None = None
         self._report: Report | None = None
         self._failure: Exception | None = None
-        self._anchor_bytes, self._anchor_layout = 0, ""  # of the last anchor
-        self._since, self._count = 0, 0  # bytes of differences and versions since then
+        self._anchor = records.VersionRecord()  # the last version with one
+        self._since: list[int] = []  # bytes of the differences of each version since then
         self._gather = held_weights.RankGather(process_group)
         try:
-            self._place = self._same_place(to)
+            self._place = writable_place(to)
             self._layout = held_weights.layout_over(self._gather, tensors(), dtype)
             epoch, run, versions = self._gather.first(lambda: version_log.claim(self._place))
+            seen = self._gather.together(lambda: version_log.claimed(self._place, epoch))
+            if not all(seen):
+                raise InvalidArgument(
+                    f"to is {os.fspath(to)!r}, and rank {seen.index(False)} does not see there "
+                    "what rank 0 writes: name a folder that all ranks share, or an object store"
+                )
             prefix = f"published/{run}/"
             self._part = OwnPart(self._layout, self._gather.rank, tensors, store, prefix)
-            self._versions = [(version, base, anchored) for version, base, anchored in versions]
-            self._held = replay.HeldVersion(run, epoch)
+            self._versions = tuple(records.ListedVersion(*each) for each in versions)
+            self._held = records.VersionRecord(run, epoch)
             if versions:
                 self._gather.together(self._take_over)
         except BaseException:
@@ -126,7 +131,7 @@ class Publisher:
                 "Publisher, which goes on with the last one that was"
             ) from self._failure
         started = monotonic()
-        scanned: list[Compared] | Exception
+        scanned: Scanned | Exception
         try:
             scanned = self._part.scan(first=not self._held.version)
         except Exception as error:  # of this rank: the others learn of it where all meet
@@ -164,81 +169,79 @@ class Publisher:
     # ---------------------------------------------------------------- in the background
 
     def _finish(
-        self, asked: int | None, scanned: list[Compared] | Exception, started: float, spent: float
+        self, asked: int | None, scanned: Scanned | Exception, started: float, spent: float
     ) -> None:
         """Payload first, then the record, then the head; copies advance after that."""
-        base, numel = self._held, self._layout.numel
-        version = self._number(asked, scanned)
-        assert not isinstance(scanned, Exception)
-        codes = [each.code for each in scanned]
-        files = self._written(version, codes, anchor=False) if base.version else []
-        nbytes, anchors = sum(file.nbytes for file in files), []
-        if anchor := not base.version or self._anchor_due(nbytes):
-            anchors = self._written(version, self._part.anchor_codes(codes), anchor=True)
-        hashed = self._part.by_stream([each.hashed for each in scanned])
-        own = [[each.tobytes() for each in hashed], sum(each.changed for each in scanned)]
-        every = self._gather.together(lambda: own)
-        hashes = [[np.frombuffer(each, np.uint64) for each in part] for part, _ in every]
+        base, layout, compared = self._held, self._layout, list[Compared]()
+
+        def ready() -> tuple[int, bytes, int]:
+            if isinstance(scanned, Exception):
+                raise scanned
+            if asked is not None and (
+                isinstance(asked, bool) or not base.version < asked < 1 << 48
+            ):
+                expected = f"expected a whole number above {base.version}, the last one"
+                raise InvalidArgument(f"version is {asked!r}, {expected}")
+            compared.extend(each.result() for each in scanned)
+            hashed = np.array([each.hashed for each in compared], np.uint64).tobytes()
+            version = base.version + 1 if asked is None else asked
+            return version, hashed, sum(each.changed for each in compared)
+
+        every = self._gather.together(ready)
+        version, *others = sorted({number for number, _, _ in every})
+        if others:
+            both = [version, *others]
+            raise InvalidArgument(f"ranks publish versions {both}, expected one of them")
+        codes = [each.code for each in compared]
+        differences = self._written(version, codes, anchor=False) if base.version else ()
+        nbytes = sum(file.nbytes for file in differences)
+        anchored = not base.version or self._anchor_due(nbytes)
+        own = self._part.anchor_codes(codes)
+        anchors = self._written(version, own, anchor=True) if anchored else ()
         record = records.VersionRecord(
             base.run,
             base.epoch,
             version,
             base.version,
             base.digest,
-            self._layout.name,
-            hashes,
-            sum(changed for _, changed in every),
-            files,
+            sum(changed for _, _, changed in every),
+            tuple(np.frombuffer(hashed, np.uint64) for _, hashed, _ in every),
+            differences,
             anchors,
+            layout,
         )
-        versions = version_log.kept([*self._versions, (version, base.version, anchor)], self._keep)
-        self._gather.first(lambda: version_log.commit(self._place, self._layout, record, versions))
+        listed = records.ListedVersion(version, base.version, anchored)
+        versions = version_log.kept((*self._versions, listed), self._keep)
+        self._gather.first(lambda: version_log.commit(self._place, record, versions))
         seconds = monotonic() - started
         self._part.advance(codes)
-        self._held, self._versions = replay.held_by(record), versions
-        self._since, self._count = (0, 0) if anchor else (self._since + nbytes, self._count + 1)
-        if anchor:
-            self._anchor_bytes, self._anchor_layout = record.anchor_nbytes, record.layout
+        self._held, self._versions = record, versions
+        self._since.append(nbytes)
+        if anchored:
+            self._anchor, self._since = record, []
+        dense = layout.nbytes
         if not self._gather.rank:
             version_log.tidy(self._place, versions, base.epoch)
-        dense, density = self._layout.nbytes, record.changed / max(numel, 1)
-        if nbytes > _DENSE * dense and not self._gather.rank:
-            log.warning(
-                "the differences of version %d have %.0f %% of the weights' bytes: they pay at "
-                "rates of fine-tuning, not of training from scratch",
-                version,
-                100 * nbytes / dense,
-            )
-        report = Report(version, nbytes, record.anchor_nbytes, dense, density, seconds, spent)
-        self._report = report
-
-    def _number(self, asked: int | None, scanned: list[Compared] | Exception) -> int:
-        """The version's, on which all ranks agree; the first error of a scan is raised on all."""
-        last = self._held.version
-
-        def check() -> int:
-            if isinstance(scanned, Exception):
-                raise scanned
-            if asked is not None and (isinstance(asked, bool) or not last < asked < 1 << 48):
-                expected = f"expected a whole number above {last}, the last one"
-                raise InvalidArgument(f"version is {asked!r}, {expected}")
-            return last + 1 if asked is None else asked
-
-        numbers = set(self._gather.together(check))
-        if len(numbers) > 1:
-            raise InvalidArgument(f"ranks publish versions {sorted(numbers)}, expected one of them")
-        return int(numbers.pop())
+            if nbytes > _DENSE * dense:
+                log.warning(
+                    "the differences of version %d have %.0f %% of the weights' bytes: they pay at "
+                    "rates of fine-tuning, not of training from scratch",
+                    version,
+                    100 * nbytes / dense,
+                )
+        density, anchor_bytes = record.changed / max(layout.numel, 1), record.anchor_nbytes
+        self._report = Report(version, nbytes, anchor_bytes, dense, density, seconds, spent)
 
     def _anchor_due(self, nbytes: int) -> bool:
-        if self._anchor_layout != self._layout.name:
+        if self._anchor.layout != self._layout:
             return True
         if self._anchor_every is not None:
-            return self._count + 1 >= self._anchor_every
-        return self._since + nbytes >= self._anchor_bytes
+            return len(self._since) + 1 >= self._anchor_every
+        return sum(self._since) + nbytes >= self._anchor.anchor_nbytes
 
     def _written(
         self, version: int, codes: Iterable[bytes], *, anchor: bool
-    ) -> list[records.PayloadFile]:
+    ) -> tuple[records.PayloadFile, ...]:
         """Write this rank's file; those of all ranks."""
         rank, sizes = self._gather.rank, list[int]()
         name = records.payload_name(version, rank, self._held.epoch, anchor=anchor)
@@ -248,47 +251,30 @@ class Publisher:
                 sizes.append(len(code))
                 yield code
 
-        def write() -> list[Any]:
+        def write() -> tuple[str, int, bytes]:
             summed = replay.Summed(counted())
             self._place.write(name, summed)
-            parts = [each.astype(np.int64) for each in self._part.by_stream(sizes)]
-            return records.PayloadFile(name, summed.nbytes, summed.checksum, parts).pack()
+            return name, summed.checksum, np.array(sizes, np.uint64).tobytes()
 
-        return [records.PayloadFile.unpack(packed) for packed in self._gather.together(write)]
+        return tuple(
+            records.PayloadFile(name, checksum, np.frombuffer(packed, np.uint64))
+            for name, checksum, packed in self._gather.together(write)
+        )
 
     # ------------------------------------------------------------- where an earlier publisher ended
-
-    def _same_place(self, to: str | os.PathLike[str]) -> WeightPlace:
-        """One that all ranks see."""
-        place, gather = writable_place(to), self._gather
-        if gather.size > 1:
-            probe = gather.first(lambda: f"probe-{uuid4().hex}")
-            gather.first(lambda: place.replace(probe, b""))
-            seen = gather.together(lambda: probe in place.names())
-            gather.first(lambda: place.remove(probe))
-            if not all(seen):
-                raise InvalidArgument(
-                    f"to is {os.fspath(to)!r}, and rank {seen.index(False)} does not see there "
-                    "what rank 0 writes: name a folder that all ranks share, or an object store"
-                )
-        return place
 
     def _take_over(self) -> None:
         """The copy becomes the last version, wherever its ranks had it."""
         place, held = self._place, self._held
         head = records.HeadRecord(held.run, held.epoch, self._versions)
-        anchor, later = head.route(head.newest, 0)
-        found = [replay.read_version(place, version) for version in (anchor, *later)]
-        layout = replay.read_layout(place, found[-1])
-        if layout.model != self._layout.model:
-            where = _difference(layout, self._layout)
+        route = head.route(head.newest, 0)
+        found = list(replay.followed(place, records.VersionRecord(), *route))
+        if found[-1].layout.model != self._layout.model:
+            where = _difference(found[-1].layout, self._layout)
             raise StateMismatch(f"{place} holds another model, {where}: name another folder")
-        if len({record.layout for record in found}) > 1:
-            raise Damaged(f"{place} has versions of two layouts without an anchor between")
-        self._part.fill(replay.Rebuilder(place, layout, found, anchor=True))
-        self._held = replay.held_by(found[-1])._replace(epoch=held.epoch)
-        self._anchor_bytes, self._anchor_layout = found[0].anchor_nbytes, found[0].layout
-        self._since, self._count = sum(record.nbytes for record in found[1:]), len(later)
+        self._part.fill(replay.Rebuilder(place, found, anchor=True))
+        self._held = found[-1]._replace(epoch=held.epoch)
+        self._anchor, self._since = found[0], [record.nbytes for record in found[1:]]
 
 
 def _difference(theirs: WeightLayout, ours: WeightLayout) -> str:

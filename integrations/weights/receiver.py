@@ -4,8 +4,8 @@ requests."""
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,23 +15,11 @@ from commpress.integrations.weights import replay
 from commpress.integrations.weights.held_weights import Source, box_of, local, tensors_of
 from commpress.integrations.weights.http_place import reading_place
 from commpress.integrations.weights.places import ReadablePlace
-from commpress.integrations.weights.weight_layout import (
-    NUMBERS,
-    WeightLayout,
-    contiguous,
-    give,
-    take,
-)
-from commpress.integrations.weights.weight_records import HeadRecord
+from commpress.integrations.weights.weight_layout import placed
+from commpress.integrations.weights.weight_records import HeadRecord, VersionRecord
 from commpress.units import parse_bytes, show_bytes
 
 Mapped = Mapping[str, str | Callable[[Mapping[str, torch.Tensor]], torch.Tensor]]
-
-
-class _Prepared(NamedTuple):
-    held: replay.HeldVersion
-    layout: WeightLayout
-    tensors: dict[str, torch.Tensor]
 
 
 class Receiver:
@@ -56,8 +44,7 @@ class Receiver:
         self._place: ReadablePlace = reading_place(source, key)
         self._limit = parse_bytes(limit)
         self._live, self._spare = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-        self._held, self._layout = replay.HeldVersion(), WeightLayout([], {}, [])
-        self._prepared: _Prepared | None = None
+        self._held, self._prepared = VersionRecord(), VersionRecord()
         self._threads = ThreadPoolExecutor(torch.get_num_threads(), "commpress-receive")
 
     @property
@@ -69,13 +56,13 @@ class Receiver:
     def weights(self) -> Mapping[str, torch.Tensor]:
         """The installed version in host memory, tied tensors under each of their names. Not to be
         changed."""
-        return _with_tied(self._live, self._layout)
+        return _with_tied(self._live, self._held)
 
     # ---------------------------------------------------------------- the next version
 
     def newest(self) -> int:
         """The newest version that can be had; 0 if there is none."""
-        head = self._seen(replay.read_head(self._place))
+        head = replay.read_head(self._place)
         return head.newest if head else 0
 
     def prepare(self, version: int | None = None, *, wait: float = 0.0) -> int | None:
@@ -86,109 +73,73 @@ class Receiver:
         StateMismatch where versions do not follow from what is held, Damaged where bytes are
         missing or changed.
         """
-        return replay.up_to_date(
-            self._place, lambda head: self._prepare(self._seen(head), version), self.version, wait
-        )
+        call = partial(self._prepare, version)
+        return replay.up_to_date(self._place, call, self._held, wait)
 
-    def _prepare(self, head: HeadRecord | None, version: int | None) -> int | None:
+    def _prepare(self, version: int | None, head: HeadRecord | None) -> int | None:
         if head is None:
             return None
         target = head.newest if version is None else version
-        if target not in {each for each, _, _ in head.versions}:
-            kept = ", ".join(str(each) for each, _, _ in head.versions[-8:])
+        if target not in {each.version for each in head.versions}:
+            kept = ", ".join(str(each.version) for each in head.versions[-8:])
             raise InvalidArgument(f"version is {version!r}, expected one that is kept: …, {kept}")
         if target < self.version or (target == self.version and version is not None):
             what = f"version {target} was applied already: version {self.version} is held"
             raise StateMismatch(what)
         if target == self.version:
-            self._same(head)
+            there = replay.read_version(self._place, target).digest
+            if there != self._held.digest:
+                raise StateMismatch(
+                    f"version {target} there has digest {there:016x}, the one held here "
+                    f"{self._held.digest:016x}: make a new Receiver"
+                )
             return None
         try:
-            self._prepared = self._rebuilt(*head.route(target, self.version))
+            self._rebuild(*head.route(target, self.version))
         except Damaged:
             anchor, later = head.route(target, 0)
             if not self.version or anchor <= self.version:
                 raise
-            self._prepared = self._rebuilt(anchor, later)
+            self._rebuild(anchor, later)
         return target
 
-    def _seen(self, head: HeadRecord | None) -> HeadRecord | None:
-        """The head, unless it is that of another run or of an older copy of this one."""
-        if head is not None:
-            replay.check_run(self._held, head.run, head.epoch)
-            if head.newest < self.version:
-                raise StateMismatch(
-                    f"{self._place} ends with version {head.newest}, version {self.version} is "
-                    "held: it is an older copy of the run"
+    def _rebuild(self, anchor: int, later: list[int]) -> None:
+        """Prepare the last of these versions, in the spare tensors. All differences of a block are
+        applied in one pass over memory."""
+        self._prepared = VersionRecord()  # its tensors are the spare ones
+        records = list(replay.followed(self._place, self._held, anchor, later))
+        before, first = self._live, bool(anchor)
+        for layout, group in groupby(records, key=lambda record: record.layout):
+            if self.version and layout.model != self._held.layout.model:
+                what = "the tensors of the next version are not those of the one held"
+                raise StateMismatch(f"{what}: make a new Receiver")
+            if layout.nbytes > self._limit:
+                raise InvalidArgument(
+                    f"limit is {show_bytes(self._limit)}, and {self._place} has weights of "
+                    f"{show_bytes(layout.nbytes)}: allow more"
                 )
-        return head
-
-    def _same(self, head: HeadRecord) -> None:
-        """The version that is held is the one that is there, not another of its number."""
-        record = replay.read_version(self._place, head.newest)
-        if record.digest != self._held.digest:
-            raise StateMismatch(
-                f"version {record.version} there has digest {record.digest:016x}, the one held "
-                f"here {self._held.digest:016x}: make a new Receiver"
-            )
-
-    def _rebuilt(self, anchor: int, later: list[int]) -> _Prepared:
-        """The last of these versions, in the spare tensors. All differences of a block are applied
-        in one pass over memory."""
-        self._prepared = None  # its tensors are the spare ones
-        versions = ([anchor] if anchor else []) + later
-        records = [replay.read_version(self._place, version) for version in versions]
-        held = self._held
-        if anchor:
-            replay.check_run(held, records[0].run, records[0].epoch)
-            held = replay.held_by(records[0])
-        for record in records[bool(anchor) :]:
-            replay.check_follows(held, record)
-            held = replay.held_by(record)
-        before, layout, first = self._live, self._layout, bool(anchor)
-        for _, group in groupby(records, key=lambda record: record.layout):
-            alike = list(group)
-            layout = self._checked(replay.read_layout(self._place, alike[-1]))
             if before is self._spare or self._spare.keys() != {t.name for t in layout.tensors}:
-                self._spare = self._room(layout)
-            rebuilder = replay.Rebuilder(self._place, layout, alike, anchor=first)
+                self._spare = {t.name: t.zeros() for t in layout.tensors}
+            rebuilder = replay.Rebuilder(self._place, list(group), anchor=first)
             self._fill(rebuilder, {} if first else before)
             before, first = self._spare, False
-        return _Prepared(held, layout, before)
-
-    def _checked(self, layout: WeightLayout) -> WeightLayout:
-        if self._layout.tensors and layout.model != self._layout.model:
-            what = "the tensors of the next version are not those of the one held"
-            raise StateMismatch(f"{what}: make a new Receiver")
-        if layout.nbytes > self._limit:
-            raise InvalidArgument(
-                f"limit is {show_bytes(self._limit)}, and {self._place} has weights of "
-                f"{show_bytes(layout.nbytes)}: allow more"
-            )
-        return layout
-
-    def _room(self, layout: WeightLayout) -> dict[str, torch.Tensor]:
-        return {t.name: torch.zeros(t.shape, dtype=NUMBERS[t.dtype].dtype) for t in layout.tensors}
+        self._prepared = records[-1]
 
     def _fill(self, rebuilder: replay.Rebuilder, before: Mapping[str, torch.Tensor]) -> None:
-        layout = rebuilder.layout
-        old = {i: before[t.name] for i, t in enumerate(layout.tensors) if before}
-        new = {i: self._spare[t.name] for i, t in enumerate(layout.tensors)}
+        names, spare = [tensor.name for tensor in rebuilder.layout.tensors], self._spare
 
         def part(number: int) -> None:
-            for s, stream in enumerate(layout.parts[number]):
-                room = torch.empty(stream.numbers.block, dtype=stream.numbers.dtype)
-                for b, runs in enumerate(stream.blocks()):
-                    numel = runs[-1].at + runs[-1].last - runs[-1].first
-                    inside = contiguous(new, runs)
-                    content = room[:numel] if inside is None else inside
-                    if old:
-                        take(old, runs, content)
-                    rebuilder.into(number, s, b, stream.numbers.patterns(content))
-                    if inside is None:
-                        give(content, runs, new)
+            for b, block in enumerate(rebuilder.blocks[number]):
+                content = block[0].read(spare[names[block[0].tensor]])  # in place, if that is all
+                if len(block) > 1:
+                    content = content.new_empty(sum(piece.numel for piece in block))
+                for piece, at in placed(block) if before else ():
+                    content[at].copy_(piece.read(before[names[piece.tensor]]))
+                rebuilder.into(number, b, content)
+                for piece, at in placed(block):
+                    piece.write(content[at], spare[names[piece.tensor]])
 
-        for _ in self._threads.map(part, range(len(layout.parts))):
+        for _ in self._threads.map(part, range(len(rebuilder.blocks))):
             pass
 
     # ---------------------------------------------------------------- in place
@@ -201,21 +152,21 @@ class Receiver:
         tensor of all weights here, as one that fuses or transposes. Nothing is changed unless every
         tensor of the model has one of its shape.
         """
-        if self._prepared is None:
-            raise StateMismatch("there is no prepared version: call prepare() first")
         prepared = self._prepared
+        if not prepared.version:
+            raise StateMismatch("there is no prepared version: call prepare() first")
         if model is not None:
-            named = _with_tied(prepared.tensors, prepared.layout)
+            named = _with_tied(self._spare, prepared)
             with torch.no_grad():
                 for target, value in list(_pairs(tensors_of(model)(), named, mapping or {})):
                     target.copy_(value)
-        self._live, self._spare = prepared.tensors, self._live
-        self._held, self._layout, self._prepared = prepared.held, prepared.layout, None
+        self._live, self._spare = self._spare, self._live
+        self._held, self._prepared = prepared, VersionRecord()
         return self.version
 
 
-def _with_tied(tensors: dict[str, torch.Tensor], layout: WeightLayout) -> dict[str, torch.Tensor]:
-    return tensors | {alias: tensors[name] for alias, name in layout.tied.items()}
+def _with_tied(tensors: dict[str, torch.Tensor], held: VersionRecord) -> dict[str, torch.Tensor]:
+    return tensors | {alias: tensors[name] for alias, name in held.layout.tied}
 
 
 def _pairs(
@@ -241,8 +192,8 @@ def _pairs(
                 f"{value.dtype} of {list(value.shape)}: mapping= can give a function that fits it"
             )
         if isinstance(target, DTensor):
-            box = box_of(name, target)
-            value = value[tuple(slice(b, b + n) for b, n in zip(box.begin, box.size, strict=True))]
+            box = zip(*box_of(name, target), strict=True)
+            value = value[tuple(slice(begin, begin + size) for begin, size in box)]
         yield local(target), value
     if any(not isinstance(source, str) for source in mapping.values()):
         return  # nobody knows which of them a function takes

@@ -10,54 +10,47 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from time import monotonic
 
+from commpress.integrations.weights import weight_records as records
 from commpress.integrations.weights.http_place import HttpPlace
-from commpress.integrations.weights.places import ReadablePlace
 from commpress.integrations.weights.replay import CHUNK
-from commpress.integrations.weights.weight_records import HEAD_NAME, HeadRecord
 
 KEPT = 1024  # chunks
 Chunk = tuple[bytes, int]  # and the size of the whole file
 
 
-class RelayPlace(ReadablePlace):
-    """Files of ``above``. All but the head are written once, so a chunk is good for ever."""
+class RelayPlace(HttpPlace):
+    """Files of a server above. All but the head are written once, so a chunk is good for ever."""
 
-    def __init__(self, above: HttpPlace) -> None:
-        super().__init__()
-        self._above, self._chunks = above, OrderedDict[tuple[str, int], Future[Chunk]]()
+    def __init__(self, url: str, key: bytes | None) -> None:
+        super().__init__(url, key)
+        self._chunks = OrderedDict[tuple[str, int], Future[Chunk]]()
         self._changing, self._asking = threading.Lock(), threading.Lock()
         self._head, self._newest, self._run = b"", 0, ""
 
-    def __str__(self) -> str:
-        return str(self._above)
-
-    def range(self, name: str, first: int, last: int) -> tuple[bytes, int]:
-        """(bytes, size of the whole file)."""
-        if name == HEAD_NAME:
-            body = self._seen(self._above.head(0, 0))
-            return body[first : last + 1], len(body)
-        parts, total, begin = [], last + 1, first // CHUNK * CHUNK
-        while begin <= last and begin < total:
-            part, total = self._chunk(name, begin)
-            parts.append(part)
-            begin += CHUNK
-        skipped = first % CHUNK
-        return b"".join(parts)[skipped : skipped + last - first + 1], total
+    def range(self, name: str, first: int, most: int) -> Chunk:
+        if name.startswith(records.HEAD_NAME):
+            body, total = super().range(name, 0, records.LONGEST_HEAD)
+            self._saw(body)
+            return body[first : first + most], total
+        parts, total = list[bytes](), first + most
+        for begin in range(first // CHUNK * CHUNK, first + most, CHUNK):
+            if begin < total:
+                part, total = self._chunk(name, begin)
+                parts.append(part)
+        return b"".join(parts)[first % CHUNK :][:most], total
 
     def _chunk(self, name: str, begin: int) -> Chunk:
         """Ask for it once, however many wait for it; again where that went wrong."""
         with self._changing:
-            found = self._chunks.get((name, begin))
-            if mine := found is None:
-                found = self._chunks[name, begin] = Future[Chunk]()
-                while len(self._chunks) > KEPT:
-                    self._chunks.popitem(last=False)
-            else:
-                self._chunks.move_to_end((name, begin))
-        assert found is not None
+            if mine := (name, begin) not in self._chunks:
+                self._chunks[name, begin] = Future[Chunk]()
+            found = self._chunks[name, begin]
+            self._chunks.move_to_end((name, begin))
+            while len(self._chunks) > KEPT:
+                self._chunks.popitem(last=False)
         if mine:
             try:
-                found.set_result(self._above.range(name, begin, begin + CHUNK - 1))
+                found.set_result(super().range(name, begin, CHUNK))
             except BaseException as error:
                 with self._changing:
                     self._chunks.pop((name, begin), None)
@@ -70,15 +63,14 @@ class RelayPlace(ReadablePlace):
         if self._asking.acquire(timeout=seconds):
             try:
                 if self._newest <= after:
-                    self._seen(self._above.head(after, max(ends - monotonic(), 0.0)))
+                    super().head(after, max(ends - monotonic(), 0.0))
             finally:
                 self._asking.release()
-        return self._head or self._seen(self._above.head(0, 0))
+        return self._head or super().head(0, 0)
 
-    def _seen(self, body: bytes) -> bytes:
-        head = HeadRecord.unpack(body)
+    def _saw(self, body: bytes) -> None:
+        head = records.unpack(records.HeadRecord, body)
         with self._changing:
             if head.run != self._run:  # its files have the names of another's
                 self._chunks.clear()
             self._head, self._newest, self._run = body, head.newest, head.run
-        return body

@@ -7,37 +7,21 @@ from concurrent.futures import Future
 from contextlib import suppress
 from itertools import islice
 from time import monotonic, sleep
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from commpress.checksum import checksum_of
 from commpress.errors import Damaged, StateMismatch
+from commpress.integrations.weights import weight_records as records
 from commpress.integrations.weights.places import AT_ONCE, ReadablePlace
-from commpress.integrations.weights.weight_layout import WeightLayout
-from commpress.integrations.weights.weight_records import (
-    LONGEST_RECORD,
-    HeadRecord,
-    PayloadFile,
-    VersionRecord,
-    unpack_layout,
-    version_name,
-)
+from commpress.integrations.weights.weight_records import HeadRecord, PayloadFile, VersionRecord
 from commpress.kernels.cpu.exact import decode
 
 T = TypeVar("T")
 TRIES = 8  # as often as a publisher removes what is being read
 CHUNK = 1 << 20  # bytes of a file that are asked for at once
-
-
-class HeldVersion(NamedTuple):
-    """The version that somebody has: what the next one must follow from."""
-
-    run: str = ""
-    epoch: int = 0
-    version: int = 0
-    digest: int = 0
 
 
 def read_head(place: ReadablePlace, after: int = 0, wait: float = 0.0) -> HeadRecord | None:
@@ -47,7 +31,7 @@ def read_head(place: ReadablePlace, after: int = 0, wait: float = 0.0) -> HeadRe
     while True:
         head, left = None, ends - monotonic()
         with suppress(FileNotFoundError):
-            head = HeadRecord.unpack(place.head(after, max(left, 0.0)))
+            head = records.unpack(HeadRecord, place.head(after, max(left, 0.0)))
         if left <= 0 or (head is not None and head.newest > after):
             return head
         if head is None:
@@ -57,61 +41,78 @@ def read_head(place: ReadablePlace, after: int = 0, wait: float = 0.0) -> HeadRe
 def up_to_date(
     place: ReadablePlace,
     call: Callable[[HeadRecord | None], T],
-    after: int = 0,
+    held: VersionRecord,
     wait: float = 0.0,
 ) -> T:
-    """``call(head)``; again with the head of then, where versions were removed as they were
-    read."""
-    head = read_head(place, after, wait)
-    for _ in range(TRIES):
+    """``call(head)``; again with the head of then, where versions were removed as they were read.
+    StateMismatch if it is that of another run, or of an older copy of the one held."""
+    head = read_head(place, held.version, wait)
+    for turn in range(TRIES, -1, -1):
+        if head is not None:
+            check_run(held, head)
+            if head.newest < held.version:
+                raise StateMismatch(
+                    f"{place} ends with version {head.newest}, version {held.version} is held: it "
+                    "is an older copy of the run"
+                )
         try:
             return call(head)
         except Damaged:
             before, head = head, read_head(place)
-            if head is None or before is None or head.versions == before.versions:
+            same = head is None or before is None or head.versions == before.versions
+            if same or not turn:
                 raise
-    return call(head)
+    raise AssertionError
 
 
 def read_version(place: ReadablePlace, version: int) -> VersionRecord:
-    name = version_name(version)
-    record = VersionRecord.unpack(_whole(place, name), name)
+    name = records.version_name(version)
+    try:
+        record = records.unpack(VersionRecord, place.read(name, 0, records.LONGEST_RECORD), name)
+    except FileNotFoundError as error:
+        raise Damaged(f"{name} is not there: it was removed or never written", file=name) from error
     if record.version != version:
         raise Damaged(f"{name} holds version {record.version}", file=name)
     return record
 
 
-def read_layout(place: ReadablePlace, record: VersionRecord) -> WeightLayout:
-    layout = unpack_layout(_whole(place, record.layout), record.layout)
-    record.check_layout(layout)
-    return layout
+def followed(
+    place: ReadablePlace, held: VersionRecord, anchor: int, later: Sequence[int]
+) -> Iterator[VersionRecord]:
+    """Read the versions of a route, each with its layout; StateMismatch or Damaged unless they lead
+    on from each other, and from what is held if there is no anchor."""
+    for version in ([anchor] if anchor else []) + [*later]:
+        record = read_version(place, version)
+        if version == anchor:
+            check_run(held, record)
+            if not record.anchors:
+                what = f"version {version} follows from {record.base}, which is not there"
+                raise Damaged(what, file=records.version_name(version))
+        else:
+            check_follows(held, record)
+        layout = record.layout if record.anchors else held.layout
+        held = record._replace(layout=layout)
+        yield held
 
 
-def _whole(place: ReadablePlace, name: str) -> bytes:
-    try:
-        return place.read(name, 0, LONGEST_RECORD)
-    except FileNotFoundError as error:
-        raise Damaged(f"{name} is not there: it was removed or never written", file=name) from error
-
-
-def check_run(held: HeldVersion, run: str, epoch: int) -> None:
+def check_run(held: VersionRecord, new: VersionRecord | HeadRecord) -> None:
     """StateMismatch for weights of another run, or of a publisher that another has followed."""
-    if held.run and run != held.run:
+    if held.run and new.run != held.run:
         raise StateMismatch(
-            f"these are weights of run {run}, expected run {held.run}: make a new Receiver to "
+            f"these are weights of run {new.run}, expected run {held.run}: make a new Receiver to "
             "begin with that run"
         )
-    if epoch < held.epoch:
+    if new.epoch < held.epoch:
         raise StateMismatch(
-            f"this was published in epoch {epoch}, epoch {held.epoch} was seen before: an old "
+            f"this was published in epoch {new.epoch}, epoch {held.epoch} was seen before: an old "
             "publisher still writes, end it"
         )
 
 
-def check_follows(held: HeldVersion, record: VersionRecord) -> None:
+def check_follows(held: VersionRecord, record: VersionRecord) -> None:
     """StateMismatch, with the reason, unless the differences of ``record`` lead on from what is
     held."""
-    check_run(held, record.run, record.epoch)
+    check_run(held, record)
     what = f"the differences of version {record.version}"
     if record.version <= held.version:
         raise StateMismatch(f"{what} were applied already: version {held.version} is held")
@@ -120,6 +121,8 @@ def check_follows(held: HeldVersion, record: VersionRecord) -> None:
             f"{what} are from version {record.base}, but version {held.version} is held: apply "
             "those between, or begin with an anchor"
         )
+    if not record.anchors and record.blocks != held.blocks:
+        raise Damaged(f"{what} have other blocks", file=records.version_name(record.version))
     if record.base_digest != held.digest:
         raise StateMismatch(
             f"{what} are from weights of digest {record.base_digest:016x}, those of version "
@@ -127,18 +130,14 @@ def check_follows(held: HeldVersion, record: VersionRecord) -> None:
         )
 
 
-def held_by(record: VersionRecord) -> HeldVersion:
-    return HeldVersion(record.run, record.epoch, record.version, record.digest)
-
-
 def read_ahead(
     place: ReadablePlace, file: PayloadFile, *, first: int = 0, ahead: int = AT_ONCE
 ) -> Iterator[bytes]:
     """The chunks of a file from byte ``first`` on; ``ahead`` of them are always under way."""
-    places = iter(range(first, file.nbytes, CHUNK))
+    starts = iter(range(first, file.nbytes, CHUNK))
 
     def ask(count: int) -> list[Future[bytes]]:
-        return [place.begin(file.name, at, CHUNK) for at in islice(places, count)]
+        return [place.begin(file.name, at, CHUNK) for at in islice(starts, count)]
 
     coming = deque(ask(ahead))
 
@@ -155,27 +154,28 @@ def read_ahead(
 
 
 class Codes:
-    """Codes of one version and part, read in order."""
+    """Codes of one version and part, read in order. ``read``: the chunks of a file from a byte
+    on."""
 
     def __init__(self, file: PayloadFile, read: Callable[[PayloadFile, int], Iterator[bytes]]):
-        self._file, self._offsets, self._read = file, file.offsets(), read
+        self._file, self._ends, self._read = file, np.cumsum(file.sizes), read
         self._first, self._content, self._coming = 0, bytearray(), read(file, 0)
 
-    def code(self, stream: int, block: int) -> bytes:
-        first, size = int(self._offsets[stream][block]), int(self._file.sizes[stream][block])
+    def code(self, block: int) -> bytes:
+        end = int(self._ends[block])
+        first = end - int(self._file.sizes[block])
         if not self._first <= first <= self._first + len(self._content) + CHUNK:
             self._first = first // CHUNK * CHUNK
             self._content, self._coming = bytearray(), self._read(self._file, self._first)
-        while self._first + len(self._content) < first + size:
+        while self._first + len(self._content) < end:
             if not (chunk := next(self._coming, b"")):
-                raise Damaged(
-                    f"{self._file.name} ends before byte {first + size:,}", file=self._file.name
-                )
+                name = self._file.name
+                raise Damaged(f"{name} ends before byte {end:,}", file=name)
             self._content += chunk
         if first - self._first >= CHUNK:
             del self._content[: first - self._first]
             self._first = first
-        return bytes(self._content[first - self._first : first - self._first + size])
+        return bytes(self._content[first - self._first : end - self._first])
 
 
 class Summed:
@@ -200,63 +200,62 @@ class Summed:
         return chunk
 
 
-def seed_of(part: int, stream: int, block: int) -> int:
-    """A block that stands in another's place is no match."""
-    return (part << 44 | stream << 36 | block) & (2**64 - 1)
+def hash_of(content: np.ndarray, part: int, block: int) -> int:
+    """The hash of a block, which in another's place is no match."""
+    return checksum_of(content.data.cast("B"), part << 36 | block)
 
 
 class Rebuilder:
     """Blocks of the last of some versions that follow each other in one layout.
 
     ``anchor``: the first of them stands for itself; without, blocks begin as those of the version
-    before. ``every``: the hashes of all versions are compared, not only the last one's.
+    before.
     """
 
     def __init__(
-        self,
-        place: ReadablePlace,
-        layout: WeightLayout,
-        records: Sequence[VersionRecord],
-        *,
-        anchor: bool,
-        every: bool = False,
+        self, place: ReadablePlace, versions: Sequence[VersionRecord], *, anchor: bool
     ) -> None:
-        self.layout, self._every = layout, every
-        share = max(1, AT_ONCE // (len(records) * max(len(layout.parts), 1)))
+        self.layout = layout = versions[-1].layout
+        self.blocks = [layout.blocks(part) for part in range(len(layout.parts))]
+        self._recent: dict[int, tuple[int, torch.Tensor]] = {}
+        share = max(1, AT_ONCE // (len(versions) * max(len(layout.parts), 1)))
 
         def read(file: PayloadFile, first: int) -> Iterator[bytes]:
             return read_ahead(place, file, first=first, ahead=share)
 
-        files = [r.anchors if anchor and not i else r.differences for i, r in enumerate(records)]
         self._steps = [
-            (record, [Codes(file, read) for file in each])
-            for record, each in zip(records, files, strict=True)
+            (record, [Codes(file, read) for file in record.differences])
+            for record in versions[anchor:]
         ]
-        self._recent: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
+        if anchor:
+            self._steps.insert(
+                0, (versions[0], [Codes(file, read) for file in versions[0].anchors])
+            )
 
-    def into(self, part: int, stream: int, block: int, target: np.ndarray) -> None:
+    def into(self, part: int, block: int, target: torch.Tensor) -> None:
         """``target``, the block before if there is no anchor, becomes that of the last version.
 
         Damaged if that is not what was published.
         """
-        kind, seed = self.layout.parts[part][stream].numbers.kind, seed_of(part, stream, block)
+        numbers = self.layout.numbers(self.blocks[part][block][0])
+        content = numbers.patterns(target)
         for record, codes in self._steps:
-            decode(codes[part].code(stream, block), target, kind)
-            if self._every or record is self._steps[-1][0]:
-                found = checksum_of(target.data.cast("B"), seed)
-                if found != int(record.hashes[part][stream][block]):
-                    raise Damaged(
-                        f"block {block} of part {part} of version {record.version} is not what was "
-                        "published: bytes changed on the way, or it was made from other weights"
-                    )
+            decode(codes[part].code(block), content, numbers.kind)
+            if hash_of(content, part, block) != int(record.hashes[part][block]):
+                raise Damaged(
+                    f"block {block} of part {part} of version {record.version} is not what was "
+                    "published: bytes changed on the way, or it was made from other weights"
+                )
 
-    def block(self, part: int, stream: int, block: int) -> torch.Tensor:
-        """One that begins with an anchor. Those that were asked for last are still there."""
-        number, content = self._recent.get((part, stream), (-1, torch.empty(0)))
-        if number != block:
-            of = self.layout.parts[part][stream]
-            numel = min(of.numbers.block, of.numel - block * of.numbers.block)
-            content = torch.zeros(numel, dtype=of.numbers.dtype)
-            self.into(part, stream, block, of.numbers.patterns(content))
-            self._recent[part, stream] = block, content
-        return content
+    def rebuilt(self, part: int, block: int) -> torch.Tensor:
+        """One that begins with an anchor. The last one of each part is still there."""
+        if part not in self._recent or self._recent[part][0] != block:
+            pieces = self.blocks[part][block]
+            numel, dtype = (
+                sum(piece.numel for piece in pieces),
+                self.layout.numbers(pieces[0]).dtype,
+            )
+            content = torch.zeros(numel, dtype=dtype)
+            self.into(part, block, content)
+            self._recent[part] = block, content
+        return self._recent[part][1]

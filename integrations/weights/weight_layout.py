@@ -1,25 +1,21 @@
 """Layout of published weights: which part has which numbers of which tensor, and in which order.
 
-A *part* is what one rank of the publisher compares. It has a stream for each type of numbers, and a
-stream is a run of *pieces*: the elements ``first`` to ``last`` of a box of one tensor, in the order
-of C. A stream is cut into blocks of 2²⁰ numbers, each of which has a code and a hash of its own.
-All parts together have every element of every tensor once.
+A *part* is what one rank of the publisher compares: a run of *pieces*, each the elements ``first``
+to ``last`` of a box of one tensor, in the order of C. Large pieces are cut and small ones joined to
+blocks of up to 2²⁰ numbers, each of which has a code and a hash of its own. All parts together have
+every element of every tensor once.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-import msgpack
 import numpy as np
 import torch
 
-from commpress.checksum import checksum_of
 from commpress.kernels.exact_format import BFLOAT16, BLOCK, FLOAT32, PLAIN
 
-MOST_TENSORS, MOST_PIECES, MOST_PARTS = 1 << 18, 1 << 20, 1 << 14
-MOST_ELEMENTS, MOST_DIMS, LONGEST_NAME = 1 << 46, 16, 1 << 10
+MOST_ELEMENTS, MOST_DIMS = 1 << 46, 16
 
 
 class NumberType(NamedTuple):
@@ -30,18 +26,13 @@ class NumberType(NamedTuple):
     words: int = 1
     kind: int = PLAIN
 
-    @property
-    def block(self) -> int:
-        """Elements of a block."""
-        return BLOCK // self.words
+    def integers(self, values: torch.Tensor) -> torch.Tensor:
+        """A flat tensor as integers, on its device and without a copy."""
+        return values.view({"u1": torch.uint8, "u2": torch.int16, "u4": torch.int32}[self.unsigned])
 
     def patterns(self, values: torch.Tensor) -> np.ndarray:
         """A flat tensor on the CPU as unsigned integers, without a copy."""
-        return values.view(torch.uint8).numpy().view(self.unsigned)
-
-    def integers(self, values: torch.Tensor) -> torch.Tensor:
-        """The same of a tensor anywhere."""
-        return values.view({"u1": torch.uint8, "u2": torch.int16, "u4": torch.int32}[self.unsigned])
+        return self.integers(values).numpy().view(self.unsigned)
 
 
 _F8 = [getattr(torch, f"float8_{name}") for name in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")]
@@ -67,12 +58,16 @@ class DescribedTensor(NamedTuple):
     shape: tuple[int, ...]
 
     @property
-    def numel(self) -> int:
-        return prod(self.shape)
+    def numbers(self) -> NumberType:
+        return NUMBERS[self.dtype]
 
-    @property
-    def nbytes(self) -> int:
-        return self.numel * NUMBERS[self.dtype].dtype.itemsize
+    def zeros(self) -> torch.Tensor:
+        return torch.zeros(self.shape, dtype=self.numbers.dtype)
+
+    def check(self) -> None:
+        expect(self.dtype in NUMBERS, "a type")
+        expect(len(self.shape) <= MOST_DIMS, "a shape")
+        expect(prod(max(n, 1) for n in self.shape) <= MOST_ELEMENTS, "a shape")
 
 
 class WeightPiece(NamedTuple):
@@ -84,206 +79,114 @@ class WeightPiece(NamedTuple):
     first: int
     last: int
 
-
-class BlockRun(NamedTuple):
-    """Elements of a piece that lie in one block, from ``at`` on there; ``first`` is counted in the
-    piece's box."""
-
-    piece: WeightPiece
-    first: int
-    last: int
-    at: int
-
-
-class WeightStream(NamedTuple):
-    """The pieces of one type of numbers in one part."""
-
-    dtype: str
-    pieces: tuple[WeightPiece, ...]
-
-    @property
-    def numbers(self) -> NumberType:
-        return NUMBERS[self.dtype]
-
     @property
     def numel(self) -> int:
-        return sum(piece.last - piece.first for piece in self.pieces)
+        return self.last - self.first
 
-    def blocks(self) -> list[list[BlockRun]]:
-        """List what lies in each block."""
-        whole = self.numbers.block
-        found: list[list[BlockRun]] = [[] for _ in range(-(-self.numel // whole))]
-        at = 0
-        for piece in self.pieces:
-            first = piece.first
-            while first < piece.last:
-                block, inside = divmod(at, whole)
-                count = min(piece.last - first, whole - inside)
-                found[block].append(BlockRun(piece, first, first + count, inside))
-                first, at = first + count, at + count
-        return found
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The first and the last row of the tensor that it may have elements of."""
+        row, begin = max(prod(self.size[1:]), 1), self.begin[0] if self.begin else 0
+        return begin + self.first // row, begin + (self.last - 1) // row
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its elements in the whole tensor: a view where they lie in order, else a copy."""
+        slab, inside = self._slab(tensor)
+        return slab.reshape(-1)[inside]
+
+    def write(self, values: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Put its elements into the whole tensor, unless they are a view of it."""
+        slab, inside = self._slab(tensor)
+        whole = slab.reshape(-1)
+        if whole[inside].data_ptr() != values.data_ptr():
+            whole[inside] = values
+        if whole.data_ptr() != slab.data_ptr():
+            slab.copy_(whole.view(slab.shape))
+
+    def _slab(self, tensor: torch.Tensor) -> tuple[torch.Tensor, slice]:
+        """The rows of the box that it lies in, as a view, and its place in them."""
+        box = tensor[tuple(slice(b, b + n) for b, n in zip(self.begin, self.size, strict=True))]
+        if not self.size:
+            return box, slice(self.first, self.last)
+        row = prod(self.size[1:])
+        start = self.first // row
+        skipped = start * row
+        return box[start : -(-self.last // row)], slice(self.first - skipped, self.last - skipped)
 
 
-class WeightLayout:
-    """Tensors, names of tied ones, and the streams of every part."""
+def placed(block: Sequence[WeightPiece]) -> Iterator[tuple[WeightPiece, slice]]:
+    """Its pieces, and where their elements lie in it."""
+    at = 0
+    for piece in block:
+        yield piece, slice(at, at + piece.numel)
+        at += piece.numel
 
-    def __init__(
-        self,
-        tensors: Sequence[DescribedTensor],
-        tied: Mapping[str, str],
-        parts: Sequence[Sequence[WeightStream]],
-    ) -> None:
-        self.tensors, self.tied = tuple(tensors), dict(tied)
-        self.parts = tuple(tuple(streams) for streams in parts)
 
-    @cached_property
-    def packed(self) -> bytes:
-        parts = [
-            [[stream.dtype, [list(piece) for piece in stream.pieces]] for stream in part]
-            for part in self.parts
-        ]
-        packed: bytes = msgpack.packb([[list(t) for t in self.tensors], self.tied, parts])
-        return packed
+class WeightLayout(NamedTuple):
+    """Tensors, names of tied ones, and the pieces of every part."""
 
-    @cached_property
-    def name(self) -> str:
-        """The same for equal layouts only, in all likelihood."""
-        return f"layout-{checksum_of(self.packed):016x}{checksum_of(self.packed, 1):016x}"
+    tensors: tuple[DescribedTensor, ...] = ()
+    tied: tuple[tuple[str, str], ...] = ()
+    parts: tuple[tuple[WeightPiece, ...], ...] = ()
 
     @property
     def model(self) -> tuple[Any, ...]:
         """The tensors, whoever has them."""
-        return tuple(sorted(self.tensors)), tuple(sorted(self.tied.items()))
+        return sorted(self.tensors), sorted(self.tied)
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(prod(t.shape) * t.numbers.dtype.itemsize for t in self.tensors)
 
     @property
     def numel(self) -> int:
         """Numbers, as the code counts them."""
-        return sum(tensor.numel * NUMBERS[tensor.dtype].words for tensor in self.tensors)
+        return sum(prod(t.shape) * t.numbers.words for t in self.tensors)
 
-    def blocks(self) -> Iterator[tuple[int, int, int, list[BlockRun]]]:
-        """(part, stream, number, what lies in it) of every block."""
-        for part, streams in enumerate(self.parts):
-            for s, stream in enumerate(streams):
-                for b, runs in enumerate(stream.blocks()):
-                    yield part, s, b, runs
+    def numbers(self, piece: WeightPiece) -> NumberType:
+        return self.tensors[piece.tensor].numbers
 
-    @staticmethod
-    def unpack(content: Any) -> "WeightLayout":
-        """ValueError or TypeError for anything that is not a whole layout."""
-        tensors, tied, parts = content
-        _expect(len(tensors) <= MOST_TENSORS and len(parts) <= MOST_PARTS, "so many parts")
-        described = [DescribedTensor(_name(n), dtype, _shape(shape)) for n, dtype, shape in tensors]
-        names = {tensor.name for tensor in described}
-        _expect(len(names) == len(described), "two tensors of one name")
-        sizes = [tensor.numel for tensor in described if tensor.dtype in NUMBERS]
-        _expect(len(sizes) == len(described) and max(sizes, default=0) <= MOST_ELEMENTS, "a type")
-        aliases = {_name(alias): name for alias, name in tied.items()}
-        known = names >= set(aliases.values()) and not names & aliases.keys()
-        _expect(known, "names of tied tensors")
-        left, count, streams = [t.numel for t in described], 0, []
-        for part in parts:
-            found = []
-            for dtype, pieces in part:
-                count += len(pieces)
-                _expect(dtype in NUMBERS and count <= MOST_PIECES, "a stream")
-                checked = tuple(_piece(piece, dtype, described) for piece in pieces)
-                for piece in checked:
-                    left[piece.tensor] -= piece.last - piece.first
-                found.append(WeightStream(dtype, checked))
-            streams.append(found)
-        _expect(not any(left), "elements that no piece has, or several")
-        return WeightLayout(described, aliases, streams)
+    def blocks(self, part: int) -> list[list[WeightPiece]]:
+        """Pieces of one type of numbers, and at most ``BLOCK`` of these."""
+        found, room, last = list[list[WeightPiece]](), 0, None
+        for piece in self.parts[part]:
+            numbers = self.numbers(piece)
+            most = BLOCK // numbers.words
+            for first in range(piece.first, piece.last, most):
+                cut = piece._replace(first=first, last=min(first + most, piece.last))
+                if numbers is not last or cut.numel > room:
+                    found.append([])
+                    room, last = most, numbers
+                found[-1].append(cut)
+                room -= cut.numel
+        return found
+
+    def check_blocks(self, counts: Sequence[int]) -> None:
+        """ValueError unless the parts have so many."""
+        expect(len(self.parts) == len(counts), "other parts than its layout")
+        for part, count in enumerate(counts):
+            numel = sum(piece.numel * self.numbers(piece).words for piece in self.parts[part])
+            fits = numel <= count * BLOCK and len(self.blocks(part)) == count
+            expect(fits, "other blocks than its layout")
+
+    def check(self) -> None:
+        """ValueError unless it is whole."""
+        names = {tensor.name for tensor in self.tensors}
+        expect(len(names) == len(self.tensors), "two tensors of one name")
+        expect(all(of in names and alias not in names for alias, of in self.tied), "a tied name")
+        for tensor in self.tensors:
+            tensor.check()
+        left = [prod(tensor.shape) for tensor in self.tensors]
+        for piece in (piece for part in self.parts for piece in part):
+            expect(piece.tensor < len(left), "a piece of no tensor")
+            shape = self.tensors[piece.tensor].shape
+            box = zip(piece.begin, piece.size, shape, strict=True)
+            expect(all(begin + size <= n for begin, size, n in box), "a piece outside")
+            expect(piece.first < piece.last <= prod(piece.size), "a piece outside its box")
+            left[piece.tensor] -= piece.numel
+        expect(not any(left), "elements that no piece has, or several")
 
 
-def _expect(holds: bool, what: str) -> None:
+def expect(holds: bool, what: str) -> None:
     if not holds:
         raise ValueError(f"it has {what} that cannot be")
-
-
-def _name(name: Any) -> str:
-    _expect(type(name) is str and 0 < len(name) <= LONGEST_NAME, "a name")
-    return str(name)
-
-
-def _shape(numbers: Any) -> tuple[int, ...]:
-    found = tuple(numbers)
-    _expect(len(found) <= MOST_DIMS, "a shape")
-    _expect(all(type(n) is int and 0 <= n <= MOST_ELEMENTS for n in found), "a shape")
-    return found
-
-
-def _piece(content: Any, dtype: str, tensors: Sequence[DescribedTensor]) -> WeightPiece:
-    tensor, begin, size, first, last = content
-    _expect(type(tensor) is int and 0 <= tensor < len(tensors), "a piece of no tensor")
-    piece = WeightPiece(tensor, _shape(begin), _shape(size), *_shape((first, last)))
-    box, of = list(zip(piece.begin, piece.size, strict=True)), tensors[tensor]
-    _expect(of.dtype == dtype and len(box) == len(of.shape), "a piece")
-    _expect(all(b + s <= n for (b, s), n in zip(box, of.shape, strict=True)), "a piece outside")
-    _expect(piece.first < piece.last <= prod(piece.size), "a piece outside its box")
-    return piece
-
-
-# ---------------------------------------------------------------- whole tensors
-
-
-def take(tensors: Mapping[int, torch.Tensor], runs: Sequence[BlockRun], out: torch.Tensor) -> None:
-    """out := the elements of a block, from whole tensors."""
-    for run in runs:
-        slab, first = _slab(tensors[run.piece.tensor], run)
-        count = run.last - run.first
-        out[run.at : run.at + count] = slab.reshape(-1)[first : first + count]
-
-
-def give(
-    values: torch.Tensor, runs: Sequence[BlockRun], tensors: Mapping[int, torch.Tensor]
-) -> None:
-    """Put the elements of a block into whole tensors."""
-    for run in runs:
-        slab, first = _slab(tensors[run.piece.tensor], run)
-        count = run.last - run.first
-        whole = slab.reshape(-1)  # a copy, where rows of the box are not whole rows of the tensor
-        whole[first : first + count] = values[run.at : run.at + count]
-        if whole.data_ptr() != slab.data_ptr():
-            slab.copy_(whole.view(slab.shape))
-
-
-def contiguous(
-    tensors: Mapping[int, torch.Tensor], runs: Sequence[BlockRun]
-) -> torch.Tensor | None:
-    """The very memory of a block that lies in one tensor, in order; None for others."""
-    if len(runs) > 1:
-        return None
-    slab, first = _slab(tensors[runs[0].piece.tensor], runs[0])
-    return (
-        slab.view(-1)[first : first + runs[0].last - runs[0].first]
-        if slab.is_contiguous()
-        else None
-    )
-
-
-def _slab(tensor: torch.Tensor, run: BlockRun) -> tuple[torch.Tensor, int]:
-    """The rows of a box that a run lies in, as a view, and where it begins in them."""
-    piece = run.piece
-    box = tensor[tuple(slice(b, b + n) for b, n in zip(piece.begin, piece.size, strict=True))]
-    if not piece.size:
-        return box, run.first
-    row = prod(piece.size[1:])
-    start = run.first // row
-    return box[start : -(-run.last // row)], run.first - start * row
-
-
-def rows_meet(tensor: torch.Tensor, one: BlockRun, other: BlockRun) -> bool:
-    """False where two runs of a tensor can have no element in common, by the rows that they lie "
-    "in."""
-    (a, b), (c, d) = (_rows(run) for run in (one, other))
-    return (a < d and c < b) or not tensor.dim()
-
-
-def _rows(run: BlockRun) -> tuple[int, int]:
-    row = max(prod(run.piece.size[1:]), 1)
-    begin = run.piece.begin[0] if run.piece.begin else 0
-    return begin + run.first // row, begin - (-run.last // row)

@@ -1,26 +1,19 @@
 """Metrics of published weights, into the sinks of ``commpress.Metrics``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from commpress.errors import InvalidArgument
 from commpress.integrations.weights.http_server import WeightServer
-from commpress.integrations.weights.publisher import Publisher
+from commpress.integrations.weights.publisher import Publisher, Report
 
 
 @dataclass(frozen=True)
-class WeightSample:
-    """One version as ``Report`` has it. By reader: the versions ``behind``, and seconds since it
-    ``asked``."""
+class WeightSample(Report):
+    """One version. By reader: the versions ``behind``, and seconds since it ``asked``."""
 
-    step: int  # the version
-    bytes: int
-    anchor_bytes: int
-    dense_bytes: int
-    density: float
-    seconds: float
-    scan_seconds: float
+    step: int = 0  # the version, too
     behind: dict[str, int] = field(default_factory=dict)
     asked: dict[str, float] = field(default_factory=dict)
 
@@ -29,23 +22,21 @@ class WeightSample:
         return self.dense_bytes / self.bytes if self.bytes else 1.0
 
     @property
-    def by_reader(self) -> dict[str, dict[str, float]]:
-        return {"behind": dict(self.behind), "asked": self.asked}
+    def by_reader(self) -> dict[str, Mapping[str, float]]:
+        return {"behind": self.behind, "asked": self.asked}
 
     def figures(self) -> dict[str, float]:
         """The version's, without its number."""
-        no_figures = ("step", "behind", "asked")
-        every = {name: value for name, value in asdict(self).items() if name not in no_figures}
-        return every | {"ratio": self.ratio}
+        every, others = asdict(self) | {"ratio": self.ratio}, {"version", "step", "behind", "asked"}
+        return {name: value for name, value in every.items() if name not in others}
 
     def scalars(self) -> dict[str, float]:
         """Flat: ``bytes``, ``behind/10.0.0.7`` and so on."""
-        by_reader = {
+        return self.figures() | {
             f"{figure}/{reader}": value
-            for figure, of in self.by_reader.items()
-            for reader, value in of.items()
+            for figure, readers in self.by_reader.items()
+            for reader, value in readers.items()
         }
-        return self.figures() | by_reader
 
 
 class WeightMetrics:
@@ -73,10 +64,9 @@ class WeightMetrics:
         if report is None or report.version == self._told:
             return None
         readers = {} if self._server is None else self._server.readers
-        figures = {name: value for name, value in asdict(report).items() if name != "version"}
         sample = WeightSample(
-            report.version,
-            **figures,
+            **asdict(report),
+            step=report.version,
             behind={name: report.version - version for name, (version, _) in readers.items()},
             asked={name: seconds for name, (_, seconds) in readers.items()},
         )

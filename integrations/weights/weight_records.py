@@ -1,9 +1,8 @@
 """Records of published versions: small msgpack documents behind a checksum, read with caps.
 
     head      what a reader asks first: the run, and its versions that can still be had
-    v…        one version: how it follows from its base, where its codes are, and hashes of the
-              result
-    layout-…  who has which numbers; versions name it
+    v…        one version: how it follows from its base, where its codes are, hashes of the result,
+              and with an anchor who has which numbers, from then on
 
 A *run* is a random number that is made with the first version. An *epoch* counts the publishers of
 a run, one after the other. The *digest* of a version is that of the hashes of all blocks, so it
@@ -11,27 +10,23 @@ says which bits a reader must have.
 """
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 import msgpack
 import numpy as np
 
 from commpress.checksum import checksum_of
 from commpress.errors import Damaged, InvalidArgument
-from commpress.integrations.weights.weight_layout import MOST_PARTS, WeightLayout
+from commpress.integrations.weights.weight_layout import WeightLayout, expect
 from commpress.kernels.exact_format import BLOCK
 
 HEAD_NAME = "head"
-_HEAD_MAGIC, _VERSION_MAGIC, _LAYOUT_MAGIC = b"cwH1", b"cwV1", b"cwL1"
-_HEAD_BYTES = 16  # magic word, bytes of the body, checksum of it
 LONGEST_HEAD, LONGEST_RECORD = 1 << 22, 1 << 28
-MOST_VERSIONS = 1 << 16
 LONGEST_BLOCK = 4 * BLOCK + 1  # bytes of a code
+_HEAD_BYTES = 16  # magic word, bytes of the body, checksum of it
 _VERSION = re.compile(r"v(\d{15})(?:-|\Z)")
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,199}")
+T = TypeVar("T", bound=Any)
 
 
 def version_name(version: int) -> str:
@@ -48,57 +43,48 @@ def payload_name(version: int, part: int, epoch: int, *, anchor: bool) -> str:
     return f"{version_name(version)}-{part:05d}-{epoch}.{'anchor' if anchor else 'difference'}"
 
 
-@dataclass
-class PayloadFile:
-    """One part's codes of one version: a file, its bytes and checksum, and the bytes of each code,
-    stream by stream."""
+def is_plain(name: str) -> bool:
+    """True for the name of a file in the folder itself."""
+    return bool(_PLAIN.fullmatch(name))
+
+
+class PayloadFile(NamedTuple):
+    """One part's codes of one version: a file, its checksum, and the bytes of each code."""
 
     name: str
-    nbytes: int
     checksum: int
-    sizes: list[np.ndarray]
+    sizes: np.ndarray
 
-    def offsets(self) -> list[np.ndarray]:
-        """First byte of each code, stream by stream."""
-        ends = np.cumsum(np.concatenate([np.zeros(1, np.int64), *self.sizes]))
-        cuts = np.cumsum([len(sizes) for sizes in self.sizes])[:-1]
-        return np.split(ends[:-1], cuts)
-
-    def pack(self) -> list[Any]:
-        sizes = [each.astype("<u4").tobytes() for each in self.sizes]
-        return [self.name, self.nbytes, self.checksum, sizes]
-
-    @staticmethod
-    def unpack(content: Any) -> "PayloadFile":
-        name, nbytes, checksum, packed = content
-        sizes = [np.frombuffer(each, "<u4").astype(np.int64) for each in packed]
-        every = np.concatenate([np.ones(1, np.int64), *sizes])
-        _expect(is_plain(name) and _number(checksum), "a file")
-        _expect(int(every.sum()) - 1 == nbytes, "a file of a size")
-        _expect(0 < int(every.min()) <= int(every.max()) <= LONGEST_BLOCK, "a code of a size")
-        return PayloadFile(name, nbytes, checksum, sizes)
+    @property
+    def nbytes(self) -> int:
+        return int(self.sizes.sum())
 
 
-@dataclass
-class VersionRecord:
-    """See above. ``hashes``: of every block, by part and stream. The first version of a run has no
-    base."""
+class VersionRecord(NamedTuple):
+    """See above. ``hashes``: of every block, by part; ``changed``: numbers that differ from the
+    base's. There is a file of differences and one of an anchor for each part, or none; the layout
+    comes with anchors, the first version of a run has no base. One without a number stands for
+    weights before the first."""
 
-    run: str
-    epoch: int
-    version: int
-    base: int
-    base_digest: int
-    layout: str
-    hashes: list[list[np.ndarray]]
-    changed: int  # numbers that differ from the base's
-    differences: list[PayloadFile] = field(default_factory=list)  # a file for each part, or none
-    anchors: list[PayloadFile] = field(default_factory=list)
+    run: str = ""
+    epoch: int = 0
+    version: int = 0
+    base: int = 0
+    base_digest: int = 0
+    changed: int = 0
+    hashes: tuple[np.ndarray, ...] = ()
+    differences: tuple[PayloadFile, ...] = ()
+    anchors: tuple[PayloadFile, ...] = ()
+    layout: WeightLayout = WeightLayout()
 
     @property
     def digest(self) -> int:
-        packed = b"".join(each.astype("<u8").tobytes() for part in self.hashes for each in part)
-        return checksum_of(packed, checksum_of(self.layout.encode()))
+        return checksum_of(b"".join(map(_packed, self.hashes)))
+
+    @property
+    def blocks(self) -> list[int]:
+        """How many each part has."""
+        return [len(each) for each in self.hashes]
 
     @property
     def nbytes(self) -> int:
@@ -109,83 +95,61 @@ class VersionRecord:
     def anchor_nbytes(self) -> int:
         return sum(file.nbytes for file in self.anchors)
 
-    def pack(self) -> bytes:
-        hashes = [[each.astype("<u8").tobytes() for each in part] for part in self.hashes]
-        files = [[file.pack() for file in files] for files in (self.differences, self.anchors)]
-        names = [self.run, self.epoch, self.version, self.base, self.base_digest, self.layout]
-        return _record(_VERSION_MAGIC, [*names, hashes, self.changed, *files])
-
-    @staticmethod
-    def unpack(data: bytes, name: str) -> "VersionRecord":
-        with _readable(name):
-            content = _unrecord(_VERSION_MAGIC, data, name)
-            run, epoch, version, base, digest, layout, hashes, changed, *files = content
-            _expect(all(map(_number, (epoch, version, base, digest, changed))), "a number")
-            _expect(is_plain(run) and is_plain(layout) and len(hashes) <= MOST_PARTS, "a name")
-            found = [[np.frombuffer(h, "<u8").astype(np.uint64) for h in part] for part in hashes]
-            differences, anchors = ([PayloadFile.unpack(file) for file in each] for each in files)
-            shape = [[len(each) for each in part] for part in found]
-            for each in filter(None, (differences, anchors)):
-                _expect([[len(s) for s in f.sizes] for f in each] == shape, "other blocks")
-            _expect(base < version and bool(anchors or (differences and base)), "a base")
-        return VersionRecord(
-            run, epoch, version, base, digest, layout, found, changed, differences, anchors
-        )
-
-    def check_layout(self, layout: WeightLayout) -> None:
-        """Damaged unless the blocks are those of the layout."""
-        expected = [[len(stream.blocks()) for stream in streams] for streams in layout.parts]
-        if [[len(each) for each in part] for part in self.hashes] != expected:
-            name = version_name(self.version)
-            raise Damaged(f"{name} has other blocks than its {self.layout}", file=name)
+    def check(self) -> None:
+        """ValueError unless it is whole."""
+        expect(is_plain(self.run), "a name")
+        for files in filter(None, (self.differences, self.anchors)):
+            expect([len(file.sizes) for file in files] == self.blocks, "other blocks")
+        for file in self.differences + self.anchors:
+            expect(is_plain(file.name), "a file")
+            expect(bool(((file.sizes > 0) & (file.sizes <= LONGEST_BLOCK)).all()), "a code's size")
+        if self.anchors:
+            self.layout.check()
+            self.layout.check_blocks(self.blocks)
+        starts = self.anchors or (self.differences and self.base and not self.layout.parts)
+        expect(self.base < self.version and bool(starts), "a base")
 
 
-@dataclass
-class HeadRecord:
-    """The versions that can be had, in ascending order: (version, base, True if it has an "
-    "anchor)."""
+class ListedVersion(NamedTuple):
+    """A version that can be had; readers can begin with it if it is anchored."""
+
+    version: int
+    base: int
+    anchored: bool
+
+
+class HeadRecord(NamedTuple):
+    """The versions that can be had, in ascending order."""
 
     run: str
     epoch: int
-    versions: list[tuple[int, int, bool]]
+    versions: tuple[ListedVersion, ...]
 
     @property
     def newest(self) -> int:
-        return self.versions[-1][0]
+        return self.versions[-1].version
 
-    def pack(self) -> bytes:
-        return _record(_HEAD_MAGIC, [self.run, self.epoch, [list(each) for each in self.versions]])
-
-    @staticmethod
-    def unpack(data: bytes) -> "HeadRecord":
-        with _readable(HEAD_NAME):
-            run, epoch, versions = _unrecord(_HEAD_MAGIC, data, HEAD_NAME)
-            found = [(version, base, anchored) for version, base, anchored in versions]
-            numbers = [version for version, _, _ in found]
-            _expect(is_plain(run) and 0 < len(found) <= MOST_VERSIONS, "a run")
-            _expect(
-                all(map(_number, [epoch, *numbers, *(base for _, base, _ in found)])), "a number"
-            )
-            _expect(all(type(anchored) is bool for _, _, anchored in found), "an anchor")
-            _expect(numbers == sorted(set(numbers)), "an order")
-            _expect(all(base < version for version, base, _ in found), "a base")
-        return HeadRecord(run, epoch, found)
+    def check(self) -> None:
+        """ValueError unless it is whole."""
+        numbers = [each.version for each in self.versions]
+        expect(is_plain(self.run) and bool(numbers), "a run")
+        expect(numbers == sorted(set(numbers)), "an order")
+        expect(all(each.base < each.version for each in self.versions), "a base")
 
     def route(self, target: int, held: int) -> tuple[int, list[int]]:
         """(anchor to begin with or 0, versions whose differences follow) to ``target``.
 
         From ``held`` where differences lead from there, else from the newest anchor.
         """
-        bases = {version: base for version, base, _ in self.versions}
-        anchored = {version for version, _, has in self.versions if has}
+        known = {each.version: each for each in self.versions}
         back, at = [], target
-        while at in bases and at != held:
+        while at in known and at != held:
             back.append(at)
-            at = bases[at]
+            at = known[at].base
         if held and at == held:
             return 0, back[::-1]
         for count, version in enumerate(back):
-            if version in anchored:
+            if known[version].anchored:
                 return version, back[:count][::-1]
         cure = "the publisher's next anchor ends the gap"
         raise Damaged(
@@ -194,58 +158,56 @@ class HeadRecord:
         )
 
 
-def pack_layout(layout: WeightLayout) -> bytes:
-    return _record(_LAYOUT_MAGIC, layout.packed)
+# ---------------------------------------------------------------- bytes
+
+_MAGIC = {HeadRecord: b"cwH2", VersionRecord: b"cwV2"}
 
 
-def unpack_layout(data: bytes, name: str) -> WeightLayout:
-    with _readable(name):
-        found = WeightLayout.unpack(_unrecord(_LAYOUT_MAGIC, data, name))
-        _expect(found.name == name, "other content")
-    return found
-
-
-def is_plain(name: Any) -> bool:
-    """True for the name of a file in the folder itself."""
-    return type(name) is str and bool(_PLAIN.fullmatch(name))
-
-
-def _number(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 64
-
-
-def _expect(holds: bool, what: str) -> None:
-    if not holds:
-        raise ValueError(f"it has {what} that cannot be")
-
-
-@contextmanager
-def _readable(name: str) -> Iterator[None]:
-    """Damaged for whatever is wrong inside."""
-    try:
-        yield
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise Damaged(f"{name} cannot be read: {error}", file=name) from error
-
-
-def _record(magic: bytes, content: Any) -> bytes:
-    """msgpack behind a magic word, its length and its checksum."""
-    body: bytes = content if isinstance(content, bytes) else msgpack.packb(content)
+def pack(record: HeadRecord | VersionRecord) -> bytes:
+    if isinstance(record, VersionRecord) and not record.anchors:
+        record = record._replace(layout=WeightLayout())
+    body: bytes = msgpack.packb(record, default=_packed)
     if len(body) > LONGEST_RECORD:
         raise InvalidArgument(
             f"a record would have {len(body):,} bytes, at most {LONGEST_RECORD:,} are read back"
         )
-    return magic + len(body).to_bytes(4, "little") + checksum_of(body).to_bytes(8, "little") + body
+    return (
+        _MAGIC[type(record)]
+        + len(body).to_bytes(4, "little")
+        + checksum_of(body).to_bytes(8, "little")
+        + body
+    )
 
 
-def _unrecord(magic: bytes, data: bytes, name: str) -> Any:
-    """The content of a record; Damaged if it is not whole."""
-    body, length, kind = data[_HEAD_BYTES:], int.from_bytes(data[4:8], "little"), magic.decode()
+def unpack(kind: type[T], data: bytes, name: str = HEAD_NAME) -> T:
+    """The record in a file; Damaged for whatever is wrong with it."""
+    body, length, magic = data[_HEAD_BYTES:], int.from_bytes(data[4:8], "little"), _MAGIC[kind]
     if data[:4] != magic or len(body) != length:
-        raise Damaged(f"{name} is no whole record of kind {kind}: {len(data):,} bytes", file=name)
+        what = f"{name} is no whole record of kind {magic.decode()}: {len(data):,} bytes"
+        raise Damaged(what, file=name)
     if checksum_of(body) != int.from_bytes(data[8:_HEAD_BYTES], "little"):
         raise Damaged(f"{name} does not match its checksum", file=name)
     try:
-        return msgpack.unpackb(body, strict_map_key=True, max_ext_len=0)
-    except (RecursionError, msgpack.UnpackException) as error:
-        raise ValueError(error) from error
+        found: T = _typed(kind, msgpack.unpackb(body, max_ext_len=0))
+        found.check()
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise Damaged(f"{name} cannot be read: {error}", file=name) from error
+    return found
+
+
+def _packed(numbers: np.ndarray) -> bytes:
+    return numbers.astype("<u8").tobytes()
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    """The value as a named tuple or a tuple of such, of numbers from 0, text and arrays."""
+    if kind is np.ndarray:
+        return np.frombuffer(value, "<u8").astype(np.uint64)
+    if hasattr(kind, "_fields"):
+        each = zip(kind.__annotations__.values(), value, strict=True)
+        return kind(*(_typed(of, content) for of, content in each))
+    if get_origin(kind) is tuple:
+        of = get_args(kind)
+        return tuple(_typed(of[0], content) for content in value)
+    expect(type(value) is kind and (kind is not int or 0 <= value < 1 << 64), "a value")
+    return value

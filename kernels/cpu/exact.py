@@ -36,22 +36,23 @@ def encode(old: np.ndarray | None, new: np.ndarray, kind: int = law.PLAIN) -> by
     """Return the code of ``new``, from which ``decode`` restores it with the help of ``old``, or by
     itself without ``old``. Blocks are unsigned integers."""
     _check(new)
-    best: bytes | None = None
-    limit = 1 + new.nbytes
+    found, limit = b"", 1 + new.nbytes  # bytes of the shortest form so far
     if old is not None:
-        count = loops.scan(old, new, _scratch.gaps, _scratch.differences)
-        if not count:
+        gaps, differences = _scratch.gaps, _scratch.differences
+        if not (count := loops.scan(old, new, gaps, differences)):
             return bytes([law.SAME])
-        best = _packed(count, limit)
-    if kind != law.PLAIN and 5 * (limit if best is None else len(best)) > 3 * new.nbytes:
+        room = _scratch.room(limit + _SPARE)
+        size = loops.pack(gaps, differences, count, _scratch.logs, room)
+        if 0 < size < limit:
+            found, limit = room[:size].tobytes(), size
+    if kind != law.PLAIN and 5 * limit > 3 * new.nbytes:
         whole = law.whole_groups(new)
+        tops = whole if kind == law.BFLOAT16 else whole >> np.uint32(16)
         room = _scratch.room(law.exponent_bytes(len(whole), kind) + len(whole))
-        size = loops.split(
-            whole, law.window(whole if kind == law.BFLOAT16 else whole >> np.uint32(16)), room
-        )
-        if 0 < size < (limit if best is None else len(best)):
-            best = room[:size].tobytes()
-    return bytes([law.RAW]) + new.tobytes() if best is None else best
+        size = loops.split(whole, law.window(tops), room)
+        if 0 < size < limit:
+            found = room[:size].tobytes()
+    return found or bytes([law.RAW]) + new.tobytes()
 
 
 def decode(code: bytes | memoryview, target: np.ndarray, kind: int = law.PLAIN) -> None:
@@ -82,42 +83,15 @@ def decode(code: bytes | memoryview, target: np.ndarray, kind: int = law.PLAIN) 
     )
 
 
-def fold(first: bytes, second: bytes, numel: int, dtype: np.dtype, kind: int = law.PLAIN) -> bytes:
-    """Return one code in place of two consecutive ones."""
-    if first[0] == law.SAME or second[0] in (law.EXPONENTS, law.RAW):
-        return second
-    if second[0] == law.SAME:
-        return first
-    sums = np.zeros(numel, dtype)
-    for code in (first, second):
-        decode(code, sums, kind)
-    if first[0] != law.SPARSE:
-        return encode(None, sums, kind)
-    count = loops.scan(np.zeros(numel, dtype), sums, _scratch.gaps, _scratch.differences)
-    packed = _packed(count, 64 * count + 64) if count else bytes([law.SAME])
-    assert packed is not None
-    return packed
-
-
-def _packed(count: int, limit: int) -> bytes | None:
-    """Return the sparse form of a scan's result, if it is shorter than ``limit``."""
-    room = _scratch.room(limit + _SPARE)
-    size = loops.pack(_scratch.gaps, _scratch.differences, count, _scratch.logs, room)
-    return room[:size].tobytes() if 0 < size < limit else None
-
-
 def _joined(content: np.ndarray, target: np.ndarray, kind: int) -> bool:
     end = law.exponent_bytes(len(target), kind)
     if len(content) < end or law.EXPONENT_HEAD.unpack_from(content.data)[2] != len(content) - end:
         return False
-    whole = (
-        np.empty(len(target) + -len(target) % law.GROUP, target.dtype)
-        if len(target) % law.GROUP
-        else target
-    )
+    odd = -len(target) % law.GROUP
+    whole = np.empty(len(target) + odd, target.dtype) if odd else target
     if loops.join(content, whole):
         return False
-    if whole is not target:
+    if odd:
         target[:] = whole[: len(target)]
     return True
 

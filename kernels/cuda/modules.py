@@ -16,11 +16,8 @@ from typing import Any
 from commpress.kernels.cpu import object_cache
 from commpress.kernels.reference import BITS, LOG, SIGN_L1, SIGN_RMS
 
-ADAM, EXACT = (
-    LOG + 1,
-    LOG + 2,
-)  # families of the optimizers' passes and of the exact code
-FAMILIES = (*range(SIGN_L1, LOG + 1), ADAM, EXACT)
+ADAM = LOG + 1  # the optimizers' passes have a family of their own
+FAMILIES = (*range(SIGN_L1, LOG + 1), ADAM)
 FOLDER = Path(__file__).parent / "cubins"
 log = logging.getLogger("commpress")
 
@@ -42,8 +39,6 @@ def source(family: int) -> str:
         names.append("rows.cu")
     if family == ADAM:
         names = ["arithmetic.cu", "adam.cu"]
-    if family == EXACT:
-        names = ["exact.cu"]
     here = files("commpress.kernels.cuda")
     return "\n".join(
         f'#line 1 "{name}"\n{here.joinpath(name).read_text("ascii")}' for name in names

@@ -1,6 +1,8 @@
 """Versions of models on several ranks arrive bit for bit: FSDP2, hybrid shards, tensor parallelism,
 replicas, ties."""
 
+from math import prod
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -179,11 +181,14 @@ def placed(folder, kind):
     reader = Receiver(folder)
     reader.prepare()
     reader.install()
-    counted = sum(sum(s.numel for s in part) for part in reader._layout.parts)
-    assert counted == sum(value.numel() for value in state.values())
-    return differing(dict(reader.weights), state), [
-        sum(s.numel for s in part) for part in reader._layout.parts
-    ]
+    pieces = [piece for part in reader._held.layout.parts for piece in part]
+    rows = [max(prod(piece.size[1:]), 1) for piece in pieces]
+    assert not any(piece.first % row for piece, row in zip(pieces, rows, strict=True)), (
+        "readers write parts at once, so none may share a row with another"
+    )
+    parts = [sum(piece.numel for piece in part) for part in reader._held.layout.parts]
+    assert sum(parts) == sum(value.numel() for value in state.values())
+    return differing(dict(reader.weights), state), parts
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "two dimensions", "columns", "replicas"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from commpress.errors import CommunicationError, Corrupted, InvalidArgument
-from commpress.integrations.weights import http_place, http_server
+from commpress.integrations.weights import http_place
 from commpress.weights import Publisher, Receiver, WeightServer, pull, verify
 
 KEY, OTHER = b"k" * 40, b"o" * 40
@@ -87,7 +87,7 @@ def test_what_was_heard_cannot_be_said_again(server):
     """A request is good once, for one range, on one connection."""
     place = http_place.HttpPlace(server.url, KEY)
     place.read("head", 0, 100)
-    heard, wire = [], place._idle[0].wire
+    heard, (wire, _) = [], place._idle[0]
     request = wire.request
     wire.request = lambda *a, **k: (heard.append(k["headers"]), request(*a, **k))
     place.read("head", 0, 100)
@@ -95,7 +95,7 @@ def test_what_was_heard_cannot_be_said_again(server):
     assert asked(server, "/head", said) == (401, b"")
     fresh = http_place.HttpPlace(server.url, KEY)
     fresh.read("head", 0, 100)
-    wire = fresh._idle[0].wire
+    wire, _ = fresh._idle[0]
     wire.request("GET", "/head", headers=said)
     response = wire.getresponse()
     assert (response.status, response.read()) == (401, b"")
@@ -166,7 +166,7 @@ def test_an_answer_of_a_wrong_size_is_refused(folder):
 
 
 def test_strangers_that_hold_all_connections_make_room_for_readers(server, monkeypatch):
-    monkeypatch.setattr(http_server, "AT_ONCE", 8)
+    monkeypatch.setattr(server._server, "at_once", 8)
     idle = [socket.create_connection((server.host, server.port)) for _ in range(20)]
     for connection in idle[::2]:
         connection.sendall(b"GET /head HTTP/1.1\r\nX-Slow: ")
@@ -177,7 +177,7 @@ def test_strangers_that_hold_all_connections_make_room_for_readers(server, monke
 
 
 def test_a_stranger_that_says_nothing_is_cut_off(server, monkeypatch):
-    monkeypatch.setattr(http_server, "STRANGER_SECONDS", 0.2)
+    monkeypatch.setattr(server._server, "stranger_seconds", 0.2)
     with socket.create_connection((server.host, server.port)) as connection:
         connection.settimeout(20)
         assert connection.recv(1) == b""
@@ -187,7 +187,7 @@ def test_a_connection_that_breaks_is_made_again(server):
     reader = Receiver(server.url, key=KEY)
     assert reader.prepare(1) == 1
     reader.install()
-    server._server.cut(before=float("inf"), strangers=False, most=100)
+    server._server.cut(lambda ends, stranger: True)
     time.sleep(0.05)
     assert reader.prepare() == 3
     server.close()

@@ -44,18 +44,13 @@ class Dying(places.FolderPlace):
 
     def write(self, name, chunks):
         content = b"".join(chunks)
-        self._next(self._path / name, content)
+        self._next(self._path / f"{name}.dead.part", content)
         super().write(name, [content])
         self._next()
 
     def create(self, name, content):
         self._next(self._path / f"{name}.dead.part", content)
         super().create(name, content)
-        self._next()
-
-    def replace(self, name, content):
-        self._next(self._path / f"{name}.dead.part", content)
-        super().replace(name, content)
         self._next()
 
     def remove(self, name):
