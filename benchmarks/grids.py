@@ -236,9 +236,10 @@ def pairs_of(
         " ".join(str(r) for r in range(host, RANKS, HOSTS)) for host in range(HOSTS)
     )
     channel, hierarchy = probe.on_nodes(topology)
-    among = hierarchy.topology
-    every = [pair for pairs in probe.pairs_of(among).values() for pair in pairs]
-    found = [probe.pair_alone(channel, among, *pair, 1 << 19, rounds=3) for pair in every]
+    found = [
+        probe.pair_alone(channel, hierarchy.topology, a, b, 1 << 19, 3)
+        for a, b in combinations(range(RANKS), 2)
+    ]
     nodes = [list(range(host, RANKS, HOSTS)) for host in range(HOSTS)]
     return {"nodes": nodes, "rows": [vars(pair) for pair in found]}
 

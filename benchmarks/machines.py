@@ -54,8 +54,7 @@ class Forecast:
 
 def links(rank: int, size: int) -> Links:
     """Collective."""
-    few = {"pairs": False, "plot": None, "json": None}
-    options = Namespace(topology="auto", bytes=PAYLOAD, rounds=ROUNDS, **few)
+    options = Namespace(topology="auto", bytes=PAYLOAD, rounds=ROUNDS, pairs=False)
     return probe.measure(rank, size, options, lambda share, what: None)[0]
 
 

@@ -59,7 +59,6 @@ class Published:
             seconds / 4,
             3 * seconds / 4,
             element=2,
-            gradient=2,
             interleave=self.interleave,
         )
 

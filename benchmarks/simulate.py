@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from statistics import median
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -147,10 +146,7 @@ def timed(call: Callable[[], object], calls: int) -> float:
     they share cores. Neither is simulated.
     """
     call()
-    start = perf_counter()
-    for _ in range(calls):
-        call()
-    return (perf_counter() - start) / calls
+    return harness.seconds(call, calls)
 
 
 # ---------------------------------------------------------------- on paper

@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
@@ -36,6 +35,7 @@ WHOLE: dict[str, Any] = {  # of every parser: abbreviated options are refused, w
 def parser() -> argparse.ArgumentParser:
     """All commands; of torch and of the modules that run them nothing is loaded."""
     from commpress.cli.commands import COMMANDS
+    from commpress.cli.option_groups import declare
 
     top = argparse.ArgumentParser(
         prog="commpress",
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
             home.set_defaults(parser=home)
             rooms[room] = home.add_subparsers(metavar="WHAT", help=argparse.SUPPRESS)
         below = rooms[room].add_parser(name, description=command.help, **WHOLE)
-        command.options(below)
+        declare(below, command.options)
         module, _, function = command.runs.partition(".")
         run = partial(_start, f"{__name__}.{module}", function)
         below.set_defaults(run=run, refuses=command.name, parser=below)
@@ -84,6 +84,7 @@ def _start(module: str, function: str, options: argparse.Namespace) -> int:
 def _check_words(argv: Sequence[str]) -> None:
     """Refuse words that are no command, with the one that was meant."""
     from commpress.cli.commands import COMMANDS
+    from commpress.cli.option_groups import meant
 
     beside, typed = [command.words.split() for command in COMMANDS], ["commpress"]
     for word in argv[:2]:
@@ -92,9 +93,8 @@ def _check_words(argv: Sequence[str]) -> None:
             return
         typed.append(word)
         if word not in known:
-            meant = get_close_matches(word, known, 1)
-            hint = f"did you mean {meant[0]!r}?" if meant else f"expected one of {', '.join(known)}"
-            raise InvalidArgument(f"there is no command {' '.join(typed)!r}: {hint}")
+            hint = meant(word, known) or f": expected one of {', '.join(known)}"
+            raise InvalidArgument(f"there is no command {' '.join(typed)!r}{hint}")
         beside = [words[1:] for words in beside if words and words[0] == word]
     if typed[1:] and [] not in beside:
         expected = ", ".join(" ".join([*typed[1:], *words]) for words in beside)
@@ -103,11 +103,11 @@ def _check_words(argv: Sequence[str]) -> None:
 
 def _refuse_unknown(parser: argparse.ArgumentParser, word: str) -> NoReturn:
     """End with the command's own usage, and the option that is meant."""
+    from commpress.cli.option_groups import meant
+
     name = word.partition("=")[0]
     known = [each for action in parser._actions for each in action.option_strings if "--" in each]
-    meant = get_close_matches(name, known, 1, 0.75)
-    hint = f": did you mean {meant[0]!r}?" if meant else ""
-    unknown = f"there is no option {name!r}{hint}"
+    unknown = f"there is no option {name!r}{meant(name, known)}"
     parser.error(unknown if name.startswith("-") else f"{word!r} is one word too many")
 
 

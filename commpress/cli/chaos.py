@@ -32,6 +32,16 @@ print(store.port, flush=True)
 sys.stdin.read()
 """
 SOAK = (sys.executable, "-m", "commpress.cli.soak")
+# variables of a process, and of one that starts again
+EVERY = "COMMPRESS_STORE={store} COMMPRESS_HASH_EVERY=1 OMP_NUM_THREADS=1 "
+FIRST = (
+    f"{EVERY} RANK={{rank}} WORLD_SIZE={{size}} LOCAL_RANK={{local}} LOCAL_WORLD_SIZE={{mates}} "
+    "MASTER_ADDR={address} MASTER_PORT={port} TORCHELASTIC_USE_AGENT_STORE=True"
+)
+AGAIN = (
+    f"{EVERY} RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR={{own}} "
+    "MASTER_PORT={free} COMMPRESS_JOIN={store}"
+)
 TICK = 0.02  # seconds between two looks at the processes
 RUNS, RESTS = 1, 4  # ticks of a slowed process
 RESTART = 1.0  # seconds until a process that has ended starts again
@@ -339,29 +349,22 @@ class Chaos:
     def _environment(self, number: int, *, again: bool = False) -> dict[str, str]:
         """torchrun's variables; who starts again begins alone, and finds the others in the
         store."""
-        size, store = len(self.victims), f"{self.store.address}:{self.store.port}"
-        variables: dict[str, object] = {
-            "COMMPRESS_STORE": store,
-            "COMMPRESS_HASH_EVERY": 1,
-            "OMP_NUM_THREADS": 1,
-            "RANK": number,
-            "WORLD_SIZE": size,
-            "LOCAL_RANK": 0 if self.hosts else number,
-            "LOCAL_WORLD_SIZE": 1 if self.hosts else size,
-            "MASTER_ADDR": self.store.address,
-            "MASTER_PORT": self.store.port,
-            **self.key,
-        }
-        if self.hosts is None:
+        size, here = len(self.victims), self.hosts is None
+        text = (AGAIN if again else FIRST).format(
+            store=f"{self.store.address}:{self.store.port}",
+            rank=number,
+            size=size,
+            local=number if here else 0,
+            mates=size if here else 1,
+            address=self.store.address,
+            port=self.store.port,
+            own="127.0.0.1" if self.hosts is None else self.hosts.addresses[number],
+            free=free_port(),
+        )
+        variables = dict(word.split("=") for word in text.split())
+        if here:
             variables["GLOO_SOCKET_IFNAME"] = "lo"
-        if again:
-            variables |= {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-            variables["MASTER_ADDR"] = self.hosts.addresses[number] if self.hosts else "127.0.0.1"
-            variables["MASTER_PORT"] = free_port()
-            variables["COMMPRESS_JOIN"] = store
-        else:
-            variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        return {name: str(value) for name, value in variables.items()}
+        return variables | self.key
 
 
 # ---------------------------------------------------------------- the report

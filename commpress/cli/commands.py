@@ -1,48 +1,15 @@
 """The commands: the words, the help and the options of each, and the function that runs it.
 
-A command is a function here: its docstring is the help, its body adds the options. What runs it is
-``run(options)`` of the module of that name, which returns the exit status. It is loaded when the
-command runs: help loads no torch.
+An option is a line: name, kind, default and what it is, as ``option_groups.declare`` reads them.
+``run(options)`` of the module of a command's name runs it and returns the exit status. It is loaded
+when the command runs: help loads no torch.
 """
 
-import argparse
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from inspect import cleandoc
-from pathlib import Path
-
-from commpress.cli import option_groups
-from commpress.cli.fault_schedule import KINDS
-from commpress.cli.hosts import MOST, parse_rate
-from commpress.cli.option_groups import (
-    GRADIENTS,
-    SECTIONS,
-    at_least,
-    byte_counts,
-    checked,
-    counts,
-    folder,
-    from_,
-    from_zero,
-    large,
-    natural,
-    option,
-    positive,
-    saved,
-    several,
-    shared_width,
-    some_of,
-    told,
-    word,
-)
-from commpress.units import parse_bytes, parse_memory, parse_time
 
 SEE, LOOK, PREDICT, MEASURE, BREAK = "See it", "Look at machines", "Predict", "Measure", "Break it"
-TRY = "Try your own script"
-COME = "Come from elsewhere"
-WEIGHTS = "Weights at their readers"
-Options = Callable[[argparse.ArgumentParser], None]
+TRY, COME, WEIGHTS = "Try your own script", "Come from elsewhere", "Weights at their readers"
 
 
 @dataclass(frozen=True)
@@ -51,42 +18,32 @@ class Command:
 
     words: str
     group: str
-    options: Options
-    runs: str  # module.function of this folder
+    about: str
+    options: str
+    module: str = ""  # and the function, where they have other names
 
     @property
     def name(self) -> str:
         return self.words.replace(" ", "_").replace("-", "_")
 
     @property
+    def runs(self) -> str:
+        return self.module or f"{self.name}.run"
+
+    @property
     def help(self) -> str:
-        return cleandoc(self.options.__doc__ or "")
+        return cleandoc(self.about)
 
     @property
     def summary(self) -> str:
         return self.help.partition("\n")[0]
 
 
-COMMANDS: list[Command] = []  # in the order in which help shows them
-
-
-def command(words: str, group: str, runs: str = "") -> Callable[[Options], Options]:
-    """Register the decorated function as a command."""
-
-    def register(options: Options) -> Options:
-        made = Command(words, group, options, runs)
-        COMMANDS.append(made if runs else Command(words, group, options, f"{made.name}.run"))
-        return options
-
-    return register
-
-
-# ---------------------------------------------------------------- see it
-
-
-@command("demo", SEE)
-def demo(parser: argparse.ArgumentParser) -> None:
-    """train a GPT over a slow network in ten ways, each for the same time
+COMMANDS = (  # in the order in which help shows them
+    Command(
+        "demo",
+        SEE,
+        """train a GPT over a slow network in ten ways, each for the same time
 
     Two hosts (network namespaces with links of 100 Mbit/s; root is not needed where users may have
     namespaces) train a GPT of 5.5 M parameters on the source of Python's standard library. The ways
@@ -111,43 +68,36 @@ def demo(parser: argparse.ArgumentParser) -> None:
       commpress demo --ways plain,sign --steps 500 --network loopback --error-feedback none
                                                       what is lost if what a bit leaves out is
                                                       thrown away
-    """
-    add = partial(option, parser)
-    ways = "no-network,plain,bf16,torch-powersgd4,diloco,int8,sign,zero-one,powersgd-4,local"
-    add("--ways A,B", word("contenders"), ways, "these, or any codec of commpress")
-    add("--quick", says="10 seconds for each way")
-    add("--seconds S", positive, None, "for each way (default 50)")
-    add("--steps N", from_zero, 0, "of each way, instead of seconds (default: seconds count)")
-    add("--rate RATE", parse_rate, "100mbit", "of each link")
-    says = (
-        "hosts; paced: connections that the kernel slows down; loopback: no slow network (default "
-        "hosts, else paced)"
-    )
-    networks = ("auto", "hosts", "paced", "loopback")
-    parser.add_argument("--network", choices=networks, default="auto", help=says)
-    add("--ranks N", several, 2, "hosts, a process of one thread on each")
-    says = "peak learning rate of all ways (default: what was searched for each)"
-    add("--lr X", positive, None, says)
-    add("--seed N", int, 0, "of weights and batches")
-    add("--seeds N", natural, 1, "repeat with so many seeds")
-    says = "the picture: .svg, .png or .pdf; needs matplotlib (default demo.svg)"
-    add("--out FILE", None, "", says)
-    add("--json FILE", says="everything measured")
-    add = partial(option, parser.add_argument_group("model and data"))
-    add("--width N", shared_width, 384, "of the model")
-    add("--layers N", at_least(1, 1 << 10), 3, "of the model")
-    add("--length N", at_least(1, 1 << 16), 64, "bytes of text in a window")
-    add("--batch N", at_least(1, 1 << 16), 8, "windows per rank and step")
-    says = "what codecs leave out: kept and sent later (default), or none"
-    parser.add_argument("--error-feedback", choices=("kept", "none"), default="kept", help=says)
-
-
-# ---------------------------------------------------------------- look at machines
-
-
-@command("doctor", LOOK)
-def doctor(parser: argparse.ArgumentParser) -> None:
-    """what works on this machine, and what to do about what does not
+    """,
+        """
+    --ways A,B | refused by contenders |
+        no-network,plain,bf16,torch-powersgd4,diloco,int8,sign,zero-one,powersgd-4,local |
+        these, or any codec of commpress
+    --quick | | | 10 seconds for each way
+    --seconds S | positive | | for each way (default 50)
+    --steps N | 0.. | 0 | of each way, instead of seconds (default: seconds count)
+    --rate RATE | rate | 100mbit | of each link
+    --network | {auto,hosts,paced,loopback} | auto | hosts; paced: connections that the
+        kernel slows down; loopback: no slow network (default hosts, else paced)
+    --ranks N | 2.. | 2 | hosts, a process of one thread on each
+    --lr X | positive | | peak learning rate of all ways (default: what was searched for each)
+    --seed N | int | 0 | of weights and batches
+    --seeds N | 1.. | 1 | repeat with so many seeds
+    --out FILE | | '' | the picture: .svg, .png or .pdf; needs matplotlib (default demo.svg)
+    --json FILE | | | everything measured
+    [model and data]
+    --width N | width | 384 | of the model
+    --layers N | 1..1024 | 3 | of the model
+    --length N | 1..65536 | 64 | bytes of text in a window
+    --batch N | 1..65536 | 8 | windows per rank and step
+    --error-feedback | {kept,none} | kept | what codecs leave out: kept and sent later
+        (default), or none
+    """,
+    ),
+    Command(
+        "doctor",
+        LOOK,
+        """what works on this machine, and what to do about what does not
 
     One line for each finding, with a cure where there is one. "note": works without it, or more
     slowly; "bad": something commpress needs does not work. Exit status 1 if anything is bad, for
@@ -159,16 +109,17 @@ def doctor(parser: argparse.ArgumentParser) -> None:
                                                 memory, disks, network, clocks
       commpress doctor --report                 to paste into a bug report: versions, builds,
                                                 devices, no addresses
-    """
-    add = partial(option, parser)
-    add("--directory D", Path, Path(), "on the disk to look at")
-    add("--only A,B", some_of(SECTIONS), None, "sections; default all")
-    add("--report", says="print what a bug report needs instead")
-
-
-@command("probe", LOOK)
-def probe(parser: argparse.ArgumentParser) -> None:
-    """how fast ranks reach each other, in pairs and all at once
+    """,
+        """
+    --directory D | path | . | on the disk to look at
+    --only A,B | sections | | sections; default all
+    --report | | | print what a bug report needs instead
+    """,
+    ),
+    Command(
+        "probe",
+        LOOK,
+        """how fast ranks reach each other, in pairs and all at once
 
     Runs the exchanges that collectives are made of: of two ranks alone while the others wait, and
     of all at once; and all-reduces of growing size, flat and by way of nodes. Which ranks share a
@@ -178,25 +129,22 @@ def probe(parser: argparse.ArgumentParser) -> None:
       commpress probe --ranks 4 --topology 2x2            4 local processes, as if on two nodes
       commpress probe --ranks 4 --pairs --plot pairs.svg  every pair, and a picture of it
       torchrun --nnodes 2 --nproc-per-node 8 ... --no-python commpress probe --out links.json
-    """
-    add = partial(option, parser)
-    option_groups.add_topology(parser)
-    add("--bytes SIZE", large, "4MiB", "of a large row")
-    add("--rounds N", natural, 5, "of each measurement, the median counts")
-    option_groups.add_ranks(parser)
-    add("--pairs", says="every pair of ranks, as a matrix; without it a few of each kind")
-    add("--out FILE", None, "links.json", "where to save it")
-    says = "the matrix as a picture (takes --pairs with it; needs matplotlib)"
-    add("--plot FILE", says=says)
-    add("--json FILE", says="every pair (takes --pairs with it)")
-
-
-# ---------------------------------------------------------------- predict
-
-
-@command("plan", PREDICT)
-def plan(parser: argparse.ArgumentParser) -> None:
-    """what to use on given machines and links and what it gains
+    """,
+        """
+    @topology
+    --bytes SIZE | large | 4MiB | of a large row
+    --rounds N | 1.. | 5 | of each measurement, the median counts
+    @ranks
+    --pairs | | | every pair of ranks, as a matrix; without it a few of each kind
+    --out FILE | | links.json | where to save it
+    --plot FILE | | | the matrix as a picture (takes --pairs with it; needs matplotlib)
+    --json FILE | | | every pair (takes --pairs with it)
+    """,
+    ),
+    Command(
+        "plan",
+        PREDICT,
+        """what to use on given machines and links and what it gains
 
     Simulates a training step for each candidate (docs/simulator.md), counts its bytes and its
     memory on every tier, and ranks them. Candidates: no compression, torch's bf16 hook, codecs
@@ -236,23 +184,22 @@ def plan(parser: argparse.ArgumentParser) -> None:
           --compute-ms 900 --memory device=24GiB
       commpress plan --mesh --config config.json --pairs pairs.json \\
           --compute-ms 300 --dims dp=int4,pp=int8
-    """
-    add = partial(option, parser)
-    option_groups.add_cluster(parser)
-    option_groups.add_model(parser)
-    option_groups.add_mesh(parser)
-    add("--allow A,B", None, "", "choose these, too: codecs such as sign, local")
-    says = "of one rank, as device=24GiB,host=64GiB (default: any)"
-    add("--memory T=SIZE,…", parse_memory, "", says)
-    says = "measured ones, for a codec of its own for every layer"
-    add("--gradients FILE", saved(GRADIENTS), None, says)
-    add("--out FILE", None, "plan.json", "where to write the plan")
-    option_groups.add_output(parser)
-
-
-@command("simulate", PREDICT)
-def simulate(parser: argparse.ArgumentParser) -> None:
-    """time of training steps on a cluster that you describe
+    """,
+        """
+    @cluster
+    @model
+    @mesh
+    --allow A,B | | '' | choose these, too: codecs such as sign, local
+    --memory T=SIZE,… | memory | '' | of one rank, as device=24GiB,host=64GiB (default: any)
+    --gradients FILE | gradients | | measured ones, for a codec of its own for every layer
+    --out FILE | | plan.json | where to write the plan
+    @output
+    """,
+    ),
+    Command(
+        "simulate",
+        PREDICT,
+        """time of training steps on a cluster that you describe
 
     Runs the same generators that production runs, on simulated time: links with a rate and a
     latency, kernels with the seconds per element that this processor takes (or a device of a memory
@@ -275,24 +222,21 @@ def simulate(parser: argparse.ArgumentParser) -> None:
     A row: seconds of the call or step; exposed is what a step takes longer than computing alone; MB
     that one rank sends, and of them those that leave its node (of the rank that sends most);
     against plain.
-    """
-    add = partial(option, parser)
-    add("--ways A,B", None, "plain,bf16-ring,int8,int4,sign")
-    add("--layered", says="also every codec in two levels")
-    add("--bytes SIZE", checked(parse_bytes), "32MiB", "of float32 in one all-reduce")
-    says = "numbers of nodes, one after the other"
-    add("--scaling A,B", counts, None, says)
-    option_groups.add_cluster(parser)
-    option_groups.add_model(parser)
-    option_groups.add_output(parser)
-
-
-# ---------------------------------------------------------------- try your own script
-
-
-@command("hosts", TRY, runs="on_hosts.run")
-def hosts(parser: argparse.ArgumentParser) -> None:
-    """run a command on several hosts with slow links, all on this machine
+    """,
+        """
+    --ways A,B | | plain,bf16-ring,int8,int4,sign |
+    --layered | | | also every codec in two levels
+    --bytes SIZE | size | 32MiB | of float32 in one all-reduce
+    --scaling A,B | counts | | numbers of nodes, one after the other
+    @cluster
+    @model
+    @output
+    """,
+    ),
+    Command(
+        "hosts",
+        TRY,
+        """run a command on several hosts with slow links, all on this machine
 
     Makes N hosts (network namespaces of Linux; root is not needed where users may have namespaces),
     joins them by links of the given rate and delay, and runs COMMAND on each of them at once:
@@ -306,17 +250,19 @@ def hosts(parser: argparse.ArgumentParser) -> None:
 
     Prints what each host prints, and at the end the seconds and bytes of each. The exit status is
     that of the first host that failed. The hosts share this machine's cores and files.
-    """
-    add = partial(option, parser)
-    parser.add_argument("count", type=told(at_least(1, MOST)), metavar="N", help="hosts")
-    _command(parser)
-    _links(parser)
-    add("--json FILE", says="seconds, bytes and exit status of each host")
-
-
-@command("compare", TRY)
-def compare(parser: argparse.ArgumentParser) -> None:
-    """run a script with several methods in turns: loss, seconds, bytes
+    """,
+        """
+    count N | 1..250 | | hosts
+    command | | | what is run
+    @links
+    --json FILE | | | seconds, bytes and exit status of each host
+    """,
+        "on_hosts.run",
+    ),
+    Command(
+        "compare",
+        TRY,
+        """run a script with several methods in turns: loss, seconds, bytes
 
     COMMAND contains {method} where the script takes a codec, and may contain {seed}; both are
     replaced for each run, and the runs take turns. The first method is what the others are compared
@@ -330,42 +276,23 @@ def compare(parser: argparse.ArgumentParser) -> None:
 
     Ends with a table, a verdict for each method, and a picture. The exit status is 1 if a method
     changes nothing, as where a script does not look at {method}.
-    """
-    add = partial(option, parser)
-    _command(parser)
-    add("--methods A,B", str, "none,int8", "words that replace {method}")
-    add("--seed N", at_least(0), 0, "the first seed")
-    add("--seeds N", at_least(1, 1000), 1, "so many")
-    add(
-        "--pattern REGEX",
-        str,
-        "",
-        says="of a line with a loss, whose number is the group (?P<loss>...)",
-    )
-    says = "run on so many hosts, as commpress hosts does (default: here)"
-    add("--hosts N", at_least(2, MOST), 0, says, dest="count")
-    _links(parser)
-    add("--out FILE", str, "compare.svg", "the picture; needs matplotlib")
-    add("--json FILE", says="all losses with their times")
-
-
-def _command(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("command", nargs="*", metavar="-- COMMAND", help="what is run")
-
-
-def _links(parser: argparse.ArgumentParser) -> None:
-    add = partial(option, parser)
-    says = "of each host's link, as 100mbit (default: as fast as this machine)"
-    add("--rate RATE", parse_rate, None, says)
-    add("--delay TIME", parse_time, 0.0, "of each link, one way, as 20ms (default none)")
-
-
-# ---------------------------------------------------------------- break it
-
-
-@command("chaos", BREAK)
-def chaos(parser: argparse.ArgumentParser) -> None:
-    """kill, stop, slow and cut off ranks of a run: what it costs
+    """,
+        """
+    command | | | what is run
+    --methods A,B | | none,int8 | words that replace {method}
+    --seed N | 0.. | 0 | the first seed
+    --seeds N | 1..1000 | 1 | so many
+    --pattern REGEX | | '' | of a line with a loss, whose number is the group (?P<loss>...)
+    --hosts N | 2..250 | | run on so many hosts, as commpress hosts does (default: here)
+    @links
+    --out FILE | | compare.svg | the picture; needs matplotlib
+    --json FILE | | | all losses with their times
+    """,
+    ),
+    Command(
+        "chaos",
+        BREAK,
+        """kill, stop, slow and cut off ranks of a run: what it costs
 
     Starts COMMAND as several processes with torchrun's variables, does harm to them, and starts
     again what has ended. COMMAND is a loop under commpress.elastic, which writes what it commits to
@@ -393,36 +320,29 @@ def chaos(parser: argparse.ArgumentParser) -> None:
     Goodput: committed steps per second, as a share of those before the first fault. Participation:
     ranks that took part in a step. Pause: what survivors waited longer than usual for the next
     committed step. Nothing that was started stays, however this ends.
-    """
-    add = partial(option, parser)
-    says = "what each process runs (default: a small model that sleeps)"
-    parser.add_argument("command", nargs="*", metavar="-- COMMAND", help=says)
-    add("--ranks N", several, 4, "processes")
-    add("--seconds S", positive, 120.0, "of training in which faults are made")
-    add("--faults-per-hour N", from_(0), 125.0, "on average, at random times")
-    kinds = f"some of {','.join(KINDS)} (default kill); cut needs --hosts"
-    add("--faults KINDS", some_of(KINDS), "kill", kinds)
-    add("--schedule FILE", says="faults of a file instead of random ones")
-    add("--seed N", int, 0, "of the random ones")
-    add("--patience S", positive, 60.0, "without a committed step: the run hangs")
-    says = "each rank on a host of its own: network namespaces (root or user namespaces)"
-    add("--hosts", says=says)
-    _links(parser)
-    add("--logs FOLDER", says="keep output and events of the processes here")
-    add("--json FILE", says="figures, faults and pauses, with settings and versions")
-    says = (
-        "exit status 1 also unless goodput is 90 %, participation 80 %, the median pause 2.5 s, "
-        "the longest 30 s, and healing takes 20 s at most"
-    )
-    add("--check", says=says)
-
-
-# ---------------------------------------------------------------- measure
-
-
-@command("bench codec", MEASURE)
-def bench_codec(parser: argparse.ArgumentParser) -> None:
-    """speed of codecs on this processor, and a check of their bytes
+    """,
+        """
+    command | | | what each process runs (default: a small model that sleeps)
+    --ranks N | 2.. | 4 | processes
+    --seconds S | positive | 120.0 | of training in which faults are made
+    --faults-per-hour N | amount | 125.0 | on average, at random times
+    --faults KINDS | faults | kill | some of kill,stop,slow,cut (default kill); cut needs
+        --hosts
+    --schedule FILE | | | faults of a file instead of random ones
+    --seed N | int | 0 | of the random ones
+    --patience S | positive | 60.0 | without a committed step: the run hangs
+    --hosts | | | each rank on a host of its own: network namespaces (root or user namespaces)
+    @links
+    --logs FOLDER | | | keep output and events of the processes here
+    --json FILE | | | figures, faults and pauses, with settings and versions
+    --check | | | exit status 1 also unless goodput is 90 %, participation 80 %, the median
+        pause 2.5 s, the longest 30 s, and healing takes 20 s at most
+    """,
+    ),
+    Command(
+        "bench codec",
+        MEASURE,
+        """speed of codecs on this processor, and a check of their bytes
 
     Every codec at every number of threads:
       encode     x + residual to bytes and a new residual: into a second buffer as the DDP hook
@@ -436,17 +356,19 @@ def bench_codec(parser: argparse.ArgumentParser) -> None:
 
       commpress bench codec                            all codecs on 1 and 2 threads, about a minute
       commpress bench codec --codec sign --check       exit status 1 if the sign codec misses a bar
-    """
-    add = partial(option, parser)
-    add("--codec A,B", word("timed"), None, "default all")
-    add("--numel N", at_least(64), 1 << 25, "floats in the buffer")
-    add("--threads A,B", counts, "1,2", "numbers of threads")
-    option_groups.add_output(parser, check="the sign codec holds its bars")
-
-
-@command("bench allreduce", MEASURE)
-def bench_allreduce(parser: argparse.ArgumentParser) -> None:
-    """one compressed all-reduce against torch's
+    """,
+        """
+    --codec A,B | refused by timed | | default all
+    --numel N | 64.. | 33554432 | floats in the buffer
+    --threads A,B | counts | 1,2 | numbers of threads
+    --check | | | exit status 1 unless the sign codec holds its bars
+    @output
+    """,
+    ),
+    Command(
+        "bench allreduce",
+        MEASURE,
+        """one compressed all-reduce against torch's
 
     Averages of float32. The columns of nccl-tests come first. Both all-reduces run alternately, so
     that other traffic slows both.
@@ -462,22 +384,24 @@ def bench_allreduce(parser: argparse.ArgumentParser) -> None:
       commpress bench allreduce                                      4 local processes
       commpress bench allreduce --codec int8 --min-bytes 64KiB
       torchrun --nproc-per-node 2 --no-python commpress bench allreduce --check
-    """
-    add = partial(option, parser)
-    add("--codec NAME", word("row_codec"), "sign")
-    option_groups.add_sizes(parser, "1MiB", "32MiB")
-    add("--iterations N", natural, 10, "timed, of each size")
-    add("--warmup N", from_zero, 2, "not timed, of each size")
-    option_groups.add_ranks(parser)
-    check = (
-        "ranks agree bit for bit, error feedback loses nothing and codecs err in the right order"
-    )
-    option_groups.add_output(parser, check=check)
-
-
-@command("bench io", MEASURE)
-def bench_io(parser: argparse.ArgumentParser) -> None:
-    """speed of the tiered store, reading and writing here, beside fio
+    """,
+        """
+    --codec NAME | refused by row_codec | sign |
+    --min-bytes SIZE | bytes | 1MiB |
+    --max-bytes SIZE | bytes | 32MiB |
+    --factor N | 2.. | 2 | from one size to the next
+    --iterations N | 1.. | 10 | timed, of each size
+    --warmup N | 0.. | 2 | not timed, of each size
+    @ranks
+    --check | | | exit status 1 unless ranks agree bit for bit, error feedback loses nothing
+        and codecs err in the right order
+    @output
+    """,
+    ),
+    Command(
+        "bench io",
+        MEASURE,
+        """speed of the tiered store, reading and writing here, beside fio
 
     Through the store's own calls, checksums on, with a depth of 4 unless said otherwise, for chunks
     of several sizes:
@@ -490,22 +414,24 @@ def bench_io(parser: argparse.ArgumentParser) -> None:
       commpress bench io --directory /nvme/tmp --size 2GiB  elsewhere, more bytes
       commpress bench io --engine io_uring --check          exit status 1 if the store is below
                                                             95 % of fio
-    """
-    add = partial(option, parser)
-    add("--directory D", folder, Path(), "on the disk to measure")
-    add("--chunks A,B", byte_counts, "1MiB,4MiB,16MiB,64MiB")
-    add("--size SIZE", checked(parse_bytes), "512MiB", "bytes written and read per figure")
-    add("--rounds N", natural, 5, "of everything")
-    add("--depth N", natural, 4, "transfers at once")
-    says = "auto (default), threads, io_uring, libaio or aiofiles"
-    add("--engine NAME", word("engine"), "auto", says)
-    add("--no-fio", says="do not run fio")
-    option_groups.add_output(parser, check="the store reaches 95 % of fio")
-
-
-@command("bench train", MEASURE)
-def bench_train(parser: argparse.ArgumentParser) -> None:
-    """which share of a training step waits for the network
+    """,
+        """
+    --directory D | folder | . | on the disk to measure
+    --chunks A,B | sizes | 1MiB,4MiB,16MiB,64MiB |
+    --size SIZE | size | 512MiB | bytes written and read per figure
+    --rounds N | 1.. | 5 | of everything
+    --depth N | 1.. | 4 | transfers at once
+    --engine NAME | refused by engine | auto | auto (default), threads, io_uring, libaio or
+        aiofiles
+    --no-fio | | | do not run fio
+    --check | | | exit status 1 unless the store reaches 95 % of fio
+    @output
+    """,
+    ),
+    Command(
+        "bench train",
+        MEASURE,
+        """which share of a training step waits for the network
 
     Trains a GPT of 10.9 M parameters under DistributedDataParallel, once in each way, in rounds of
     a few steps, so that moods of machine and network hit all alike.
@@ -523,29 +449,26 @@ def bench_train(parser: argparse.ArgumentParser) -> None:
       torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --no-python \\
           commpress bench train --check
       commpress bench train --ways compute,plain,int8,sign --bucket-mb 4
-    """
-    usual = "compute,plain,bf16,powersgd1,sign"
-    says = f"default {usual}; compute is always measured"
-    option(parser, "--ways A,B", word("variants_of"), usual, says)
-    option(parser, "--bucket-mb MB", positive, 25.0, "of DDP; PowerSGD's hook has one bucket")
-    check = (
-        "sign exposes at most half of what powersgd1 does and its step is at most 1.3 of compute, "
-        "if both run; auto is as fast as plain within 2 % and as the fastest within 5 %"
-    )
-    option_groups.add_measuring(parser, rounds=5, steps=4, batch=4, check=check)
-
-
-# ---------------------------------------------------------------- weights at their readers
-
-
-def _source(parser: argparse.ArgumentParser) -> None:
-    says = "a folder, http://HOST:PORT or a URL of fsspec"
-    parser.add_argument("source", metavar="SOURCE", help=says)
-
-
-@command("weights serve", WEIGHTS, "weight_copies.serve")
-def weights_serve(parser: argparse.ArgumentParser) -> None:
-    """let readers have published versions over HTTP, or relay them
+    """,
+        """
+    --ways A,B | refused by variants_of | compute,plain,bf16,powersgd1,sign | default
+        compute,plain,bf16,powersgd1,sign; compute is always measured
+    --bucket-mb MB | positive | 25.0 | of DDP; PowerSGD's hook has one bucket
+    --rounds N | 1.. | 5 | of every variant
+    --steps N | 1.. | 4 | of each round
+    --batch N | 1.. | 4 | windows per rank and step
+    @training
+    @ranks
+    --check | | | exit status 1 unless sign exposes at most half of what powersgd1 does and
+        its step is at most 1.3 of compute, if both run; auto is as fast as plain within 2 %
+        and as the fastest within 5 %
+    @output
+    """,
+    ),
+    Command(
+        "weights serve",
+        WEIGHTS,
+        """let readers have published versions over HTTP, or relay them
 
     SOURCE is a folder that a commpress.weights.Publisher writes to, a copy of one, or another
     server: of that one each byte is fetched once for all readers here. Readers take
@@ -555,15 +478,18 @@ def weights_serve(parser: argparse.ArgumentParser) -> None:
       commpress weights serve /shared/run1        to this machine, port 9500
       COMMPRESS_RUN_KEY_FILE=key commpress weights serve /shared/run1 --host 0.0.0.0
       COMMPRESS_RUN_KEY_FILE=key commpress weights serve http://trainer:9500 --host 0.0.0.0
-    """
-    parser.add_argument("source", metavar="SOURCE", help="a folder, or http://HOST:PORT")
-    option(parser, "--port N", from_zero, 9500, "0 takes a free one")
-    option(parser, "--host H", None, "127.0.0.1", "address to listen on")
-
-
-@command("weights pull", WEIGHTS, "weight_copies.pull")
-def weights_pull(parser: argparse.ArgumentParser) -> None:
-    """copy new versions into a folder
+    """,
+        """
+    source SOURCE | | | a folder, or http://HOST:PORT
+    --port N | 0.. | 9500 | 0 takes a free one
+    --host H | | 127.0.0.1 | address to listen on
+    """,
+        "weight_copies.serve",
+    ),
+    Command(
+        "weights pull",
+        WEIGHTS,
+        """copy new versions into a folder
 
     The copy is published weights itself: readers, servers and further copies may take it as their
     source. It may be interrupted at any byte and goes on when it is called again.
@@ -571,48 +497,53 @@ def weights_pull(parser: argparse.ArgumentParser) -> None:
       commpress weights pull http://trainer:9500 /data/run1             once
       commpress weights pull http://trainer:9500 /data/run1 --follow    every new version
       commpress weights pull http://trainer:9500 /data/run1 --safetensors model.safetensors
-    """
-    add = partial(option, parser)
-    _source(parser)
-    parser.add_argument("folder", metavar="FOLDER", help="of the copy")
-    add("--follow", says="go on with every new version")
-    add("--safetensors FILE", says="write the newest version as one file, too")
-    add("--limit SIZE", checked(parse_bytes), "64GiB", "of its weights in memory")
-
-
-@command("weights verify", WEIGHTS, "weight_copies.verify")
-def weights_verify(parser: argparse.ArgumentParser) -> None:
-    """read every byte of every version, and rebuild its weights
+    """,
+        """
+    source SOURCE | | | a folder, http://HOST:PORT or a URL of fsspec
+    folder FOLDER | | | of the copy
+    --follow | | | go on with every new version
+    --safetensors FILE | | | write the newest version as one file, too
+    --limit SIZE | size | 64GiB | of its weights in memory
+    """,
+        "weight_copies.pull",
+    ),
+    Command(
+        "weights verify",
+        WEIGHTS,
+        """read every byte of every version, and rebuild its weights
 
     Ends with exit status 2 and a sentence where anything is missing, changed or does not follow.
 
       commpress weights verify /shared/run1
       commpress weights verify http://trainer:9500
-    """
-    _source(parser)
-    option(parser, "--json FILE", says="what was found, for programs")
-
-
-@command("weights stat", WEIGHTS, "weight_copies.stat")
-def weights_stat(parser: argparse.ArgumentParser) -> None:
-    """bytes and density of every version
+    """,
+        """
+    source SOURCE | | | a folder, http://HOST:PORT or a URL of fsspec
+    --json FILE | | | what was found, for programs
+    """,
+        "weight_copies.verify",
+    ),
+    Command(
+        "weights stat",
+        WEIGHTS,
+        """bytes and density of every version
 
     "changed" is the share of numbers in which any bit differs from the version before, "anchor" the
     bytes of all weights, where readers can begin.
 
       commpress weights stat /shared/run1
       commpress weights stat http://trainer:9500 --json versions.json
-    """
-    _source(parser)
-    option(parser, "--json FILE", says="the same for programs")
-
-
-# ---------------------------------------------------------------- come from elsewhere
-
-
-@command("from-deepspeed", COME)
-def from_deepspeed(parser: argparse.ArgumentParser) -> None:
-    """a ds_config.json as calls of torch and commpress
+    """,
+        """
+    source SOURCE | | | a folder, http://HOST:PORT or a URL of fsspec
+    --json FILE | | | the same for programs
+    """,
+        "weight_copies.stat",
+    ),
+    Command(
+        "from-deepspeed",
+        COME,
+        """a ds_config.json as calls of torch and commpress
 
     Reads DeepSpeed's configuration and prints a program's lines: the optimizer, how gradients or
     shards travel, clipping, precision and schedule; then names what has no equivalent. "auto",
@@ -622,6 +553,9 @@ def from_deepspeed(parser: argparse.ArgumentParser) -> None:
       commpress from-deepspeed ds_config.json > setup.py
 
     docs/start_other_libraries.md has the whole table.
-    """
-    says = "DeepSpeed's configuration"
-    parser.add_argument("config", type=Path, metavar="ds_config.json", help=says)
+    """,
+        """
+    config ds_config.json | path | | DeepSpeed's configuration
+    """,
+    ),
+)

@@ -94,7 +94,11 @@ Groups = dict[str, list[TrainedRun]]  # by method, the first is what others are 
 
 
 def headline(options: argparse.Namespace, methods: Sequence[str]) -> str:
-    where = f"this machine, {on_hosts.headline(options)}" if options.count else "this machine"
+    where = (
+        f"this machine, {on_hosts.headline(options.hosts, options)}"
+        if options.hosts
+        else "this machine"
+    )
     return (
         f"{len(methods)} methods, {options.seeds} seed{'s' * (options.seeds > 1)}, in turns on "
         f"{where}: {' '.join(options.command)}"
@@ -102,9 +106,9 @@ def headline(options: argparse.Namespace, methods: Sequence[str]) -> str:
 
 
 def _hosts(options: argparse.Namespace) -> AbstractContextManager[Hosts | None]:
-    if not options.count:
+    if not options.hosts:
         return nullcontext()
-    return Hosts(options.count, rate=options.rate, delay=options.delay)
+    return Hosts(options.hosts, rate=options.rate, delay=options.delay)
 
 
 # ---------------------------------------------------------------- one run

@@ -18,51 +18,34 @@ class Contender:
     what: str
     lr: float
     ours: bool = True
-    own: bool = False  # exchanges by itself: no DistributedDataParallel reduces gradients
     searched: bool = True  # the rate, for this very way
-    limited: bool = True  # over the slow links; else these have no limit meanwhile
 
 
 FLOOR = "no-network"
-CONTENDERS = {
-    one.name: one
-    for one in (
-        Contender(
-            FLOOR,
-            "DistributedDataParallel, float32, links without a limit",
-            1e-3,
-            ours=False,
-            limited=False,
-        ),
-        Contender("plain", "DistributedDataParallel, float32", 2e-3, ours=False),
-        Contender("bf16", "torch's bf16_compress_hook", 1e-3, ours=False),
-        Contender(
-            "torch-powersgd1", "torch's powerSGD_hook, rank 1", 2.5e-4, ours=False, searched=False
-        ),
-        Contender(
-            "torch-powersgd2", "torch's powerSGD_hook, rank 2", 5e-4, ours=False, searched=False
-        ),
-        Contender("torch-powersgd4", "torch's powerSGD_hook, rank 4", 5e-4, ours=False),
-        Contender(
-            "diloco",
-            "DiLoCo: 30 steps, float32, Nesterov(0.7, 0.9)",
-            2.5e-4,
-            ours=False,
-            own=True,
-            searched=False,
-        ),
-        Contender("powersgd-4", "commpress.compress, codec powersgd-4", 5e-4),
-        Contender("int8", "commpress.compress, codec int8", 1e-3),
-        Contender("sign", "commpress.compress, codec sign, int8 for the output layer", 1e-3),
-        Contender("zero-one", "commpress.ZeroOneAdam", 5e-4),
-        Contender(
-            "local",
-            "commpress.LocalUpdates as it is: exchanges hide behind computing",
-            1e-3,
-            own=True,
-        ),
-    )
-}
+TABLE = """
+no-network      | 1e-3   | DistributedDataParallel, float32, links without a limit
+plain           | 2e-3   | DistributedDataParallel, float32
+bf16            | 1e-3   | torch's bf16_compress_hook
+torch-powersgd1 | 2.5e-4 | torch's powerSGD_hook, rank 1
+torch-powersgd2 | 5e-4   | torch's powerSGD_hook, rank 2
+torch-powersgd4 | 5e-4   | torch's powerSGD_hook, rank 4
+diloco          | 2.5e-4 | DiLoCo: 30 steps, float32, Nesterov(0.7, 0.9)
+powersgd-4      | 5e-4   | commpress.compress, codec powersgd-4
+int8            | 1e-3   | commpress.compress, codec int8
+sign            | 1e-3   | commpress.compress, codec sign, int8 for the output layer
+zero-one        | 5e-4   | commpress.ZeroOneAdam
+local           | 1e-3   | commpress.LocalUpdates as it is: exchanges hide behind computing
+"""
+# whose rate was not searched for this very way
+UNTRIED = ("torch-powersgd1", "torch-powersgd2", "diloco")
+
+
+def _read(line: str) -> Contender:
+    name, lr, what = (cell.strip() for cell in line.split("|"))
+    return Contender(name, what, float(lr), "commpress" in what, name not in UNTRIED)
+
+
+CONTENDERS = {one.name: one for one in map(_read, TABLE.strip().splitlines())}
 
 
 def contender(name: str) -> Contender:

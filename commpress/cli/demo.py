@@ -66,7 +66,7 @@ class SlowNetwork:
     @contextlib.contextmanager
     def limits(self, lane: Lane) -> Iterator[Lane]:
         """The lane as it is to run; links have no limit meanwhile if it asks for that."""
-        if contender(lane.name).limited:
+        if lane.name != FLOOR:
             yield lane
             return
         self.shape(None)

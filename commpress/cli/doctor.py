@@ -173,37 +173,27 @@ def gloo() -> Finding:
     """Two ranks of this process exchange one number over real connections."""
     if not dist.is_gloo_available():
         return bad("this torch has no Gloo", "install an official build of torch")
-    store = dist.HashStore()
+    store, found = dist.HashStore(), list[object]()
 
-    def rank(number: int) -> float:
-        group = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=SECONDS))
+    def rank(number: int) -> None:
         one = torch.ones(1)
-        group.allreduce([one]).wait()  # type: ignore[attr-defined]
-        return float(one)
+        try:
+            group = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=SECONDS))
+            group.allreduce([one]).wait()  # type: ignore[attr-defined]
+            found.append(float(one))
+        except Exception as error:  # it is told below
+            found.append(str(error).strip().splitlines()[0][:200])
 
-    found: list[object] = []
-    threads = [
-        threading.Thread(target=lambda i=i: found.append(_tried(rank, i)), daemon=True)
-        for i in range(2)
-    ]
+    threads = [threading.Thread(target=rank, args=(i,), daemon=True) for i in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(2 * SECONDS)
     if found == [2.0, 2.0]:
         return ok("Gloo connects and sums")
-    failures = [str(error).strip().splitlines()[0][:200] for error in found if error != 2.0]
-    said = failures[0] if failures else f"no answer within {2 * SECONDS} s"
+    failures = [text for text in found if text != 2.0] or [f"no answer within {2 * SECONDS} s"]
     cure = "name an interface that works: GLOO_SOCKET_IFNAME=lo or eth0"
-    return bad(f"Gloo does not connect: {said}", cure)
-
-
-def _tried(call: Callable[..., object], *args: object) -> object:
-    """Its result, or the exception that it raised."""
-    try:
-        return call(*args)
-    except Exception as error:
-        return error
+    return bad(f"Gloo does not connect: {failures[0]}", cure)
 
 
 def own_name() -> Finding:

@@ -15,17 +15,19 @@ from commpress.schedules import DoublingIntervals
 LARGEST = 1 << 20  # bytes of a file
 OURS = {"onebitadam": "OneBitAdam", "zerooneadam": "ZeroOneAdam", "onebitlamb": "OneBitLamb"}
 ADAM = ("lr", "betas", "eps", "weight_decay")
-TORCHS = {  # options by optimizer; DeepSpeed takes those of torch.optim by name
-    "AdamW": (*ADAM, "amsgrad"),
-    "Adam": (*ADAM, "amsgrad"),
-    "NAdam": (*ADAM, "momentum_decay"),
-    "RAdam": ADAM,
-    "Adamax": ADAM,
-    "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
-    "Adadelta": ("lr", "rho", "eps", "weight_decay"),
-    "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"),
-    "RMSprop": ("lr", "alpha", "eps", "weight_decay", "momentum", "centered"),
-}
+# options by optimizer; DeepSpeed takes those of torch.optim by name
+OPTIMIZERS = """
+    AdamW    lr betas eps weight_decay amsgrad
+    Adam     lr betas eps weight_decay amsgrad
+    NAdam    lr betas eps weight_decay momentum_decay
+    RAdam    lr betas eps weight_decay
+    Adamax   lr betas eps weight_decay
+    SGD      lr momentum dampening weight_decay nesterov
+    Adadelta lr rho eps weight_decay
+    Adagrad  lr lr_decay weight_decay initial_accumulator_value eps
+    RMSprop  lr alpha eps weight_decay momentum centered
+"""
+TORCHS = {name: given for name, *given in map(str.split, OPTIMIZERS.strip().splitlines())}
 # DeepSpeed's defaults
 ZERO_ONE = {"var_freeze_step": 100000, "local_step_scaler": 32678, "local_step_clipper": 16}
 LAMB = {
@@ -60,17 +62,18 @@ ENGINE = re.compile(
     """,
     re.VERBOSE,
 )
-INSTEAD = {
-    "activation_checkpointing": "torch.utils.checkpoint",
-    "tensorboard": "commpress.Metrics",
-    "wandb": "commpress.Metrics",
-    "csv_monitor": "commpress.Metrics",
-    "flops_profiler": "torch.profiler",
-    "torch_autocast": "torch.autocast",
-    "amp": "torch.autocast",
-    "elasticity": "commpress.elastic",
-    "curriculum_learning": "examples/gallery/length_curriculum.py",
-}
+OTHERS = """
+    activation_checkpointing torch.utils.checkpoint
+    tensorboard              commpress.Metrics
+    wandb                    commpress.Metrics
+    csv_monitor              commpress.Metrics
+    flops_profiler           torch.profiler
+    torch_autocast           torch.autocast
+    amp                      torch.autocast
+    elasticity               commpress.elastic
+    curriculum_learning      examples/gallery/length_curriculum.py
+"""
+INSTEAD = dict(map(str.split, OTHERS.strip().splitlines()))
 SECTIONS = (
     *("zero_optimization", "optimizer", "optimizer.params", "fp16", "bf16"),
     *("scheduler", "scheduler.params"),

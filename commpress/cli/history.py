@@ -50,44 +50,29 @@ class Hit:
     restarted: float | None = None
 
 
-@dataclass
-class EventFile:
-    """A file that a process appends JSON lines to."""
-
-    path: Path
-    victim: int
-    life: int
-    taken: int = 0  # bytes
-
-    def new(self) -> list[dict[str, Any]]:
-        """Those lines that are whole and were not returned before."""
-        if not self.path.exists():
-            return []
-        with open(self.path, "rb") as file:
-            file.seek(self.taken)
-            whole, end, _ = file.read().rpartition(b"\n")
-        self.taken += len(whole) + len(end)
-        return [json.loads(line) for line in whole.splitlines()]
-
-
 class History:
     """Everything that the processes of a run have committed."""
 
     def __init__(self) -> None:
-        self.files: list[EventFile] = []
+        self.files: list[tuple[Path, int, int]] = []  # of JSON lines, with the victim and its life
+        self.taken: dict[Path, int] = {}  # bytes
         self.commits: list[Commit] = []
 
     def follow(self, path: Path, victim: int, life: int) -> None:
-        self.files.append(EventFile(path, victim, life))
+        self.files.append((path, victim, life))
 
     def read(self) -> list[Commit]:
-        """Take in what was written meanwhile; the new commits."""
-        new = [
-            commit_of(event, file.victim, file.life)
-            for file in self.files
-            for event in file.new()
-            if event["kind"] == "commit"
-        ]
+        """Take in the lines that were written meanwhile; the new commits."""
+        new = []
+        for path, victim, life in self.files:
+            if not path.exists():
+                continue
+            with open(path, "rb") as file:
+                file.seek(self.taken.get(path, 0))
+                whole, end, _ = file.read().rpartition(b"\n")
+            self.taken[path] = self.taken.get(path, 0) + len(whole) + len(end)
+            events = map(json.loads, whole.splitlines())
+            new += [commit_of(each, victim, life) for each in events if each["kind"] == "commit"]
         self.commits += new
         return new
 
@@ -102,16 +87,9 @@ def commit_of(event: dict[str, Any], victim: int, life: int) -> Commit:
     first, end = event.get("samples") or (0, 0)
     if whole := first < end and event.get("position") is not None:
         first, end = event["position"], event["position"] + event["size"] * (end - first)
-    return Commit(
-        victim,
-        life,
-        event["clock"],
-        event["step"],
-        event.get("epoch", 0),
-        event.get("hash"),
-        (first, end) if first < end else None,
-        whole,
-    )
+    samples = (first, end) if first < end else None
+    epoch, seen = event.get("epoch", 0), event.get("hash")
+    return Commit(victim, life, event["clock"], event["step"], epoch, seen, samples, whole)
 
 
 class Verdict:

@@ -5,7 +5,16 @@ from pathlib import PurePath
 
 from commpress.errors import InvalidArgument
 
-PORT = 29500
+# what a launcher is told, and what torchrun would tell the only process of a machine
+TORCHRUN = "--nnodes={count} --node-rank={host} --master-addr={address} --master-port=29500"
+ACCELERATE = (
+    "--num_machines={count} --machine_rank={host} --main_process_ip={address} "
+    "--main_process_port=29500"
+)
+VARIABLES = (
+    "MASTER_ADDR={address} MASTER_PORT=29500 RANK={host} GROUP_RANK={host} WORLD_SIZE={count} "
+    "LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"
+)
 # options that say how many machines there are
 TOLD = (
     *("--nnodes", "--node-rank", "--node_rank", "--standalone", "--master-addr", "--master_addr"),
@@ -23,27 +32,15 @@ def placed(
     variables that torchrun would give it.
     """
     check(command)
-    words = list(command)
-    end = _launcher_end(words)
-    if end and words[end - 1] == "launch":
-        told = [f"--num_machines={count}", f"--machine_rank={host}"]
-        told += [f"--main_process_ip={address}", f"--main_process_port={PORT}"]
-        if not _given(words[end:], ("--num_processes",)):
-            told.append(f"--num_processes={count}")
-        return words[:end] + told + words[end:], {}
-    if end:
-        told = [f"--nnodes={count}", f"--node-rank={host}"]
-        told += [f"--master-addr={address}", f"--master-port={PORT}"]
-        return words[:end] + told + words[end:], {}
-    return words, {
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(PORT),
-        "RANK": str(host),
-        "GROUP_RANK": str(host),
-        "WORLD_SIZE": str(count),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-    }
+    words, end = list(command), _launcher_end(command)
+    accelerate = end and words[end - 1] == "launch"
+    table = ACCELERATE if accelerate else TORCHRUN if end else VARIABLES
+    told = table.format(host=host, count=count, address=address).split()
+    if not end:
+        return words, dict(word.split("=") for word in told)
+    if accelerate and not _given(words[end:], ("--num_processes",)):
+        told.append(f"--num_processes={count}")
+    return words[:end] + told + words[end:], {}
 
 
 def check(command: Sequence[str]) -> None:

@@ -34,7 +34,7 @@ class HostEnded:
 
 def run(options: argparse.Namespace) -> int:
     with Hosts(options.count, rate=options.rate, delay=options.delay) as hosts:
-        print(terminal.wrapped(headline(options)), flush=True)
+        print(terminal.wrapped(headline(options.count, options)), flush=True)
         ended = together(hosts, options.command, _printed(hosts))
     print("\n" + terminal.table(list(map(_cells, ended))))
     if options.json:
@@ -53,11 +53,11 @@ def _cells(ended: HostEnded) -> dict[str, str]:
     }
 
 
-def headline(options: argparse.Namespace) -> str:
+def headline(count: int, options: argparse.Namespace) -> str:
     """Describe the hosts and their links."""
     rate = "as fast as this machine" if options.rate is None else f"{options.rate / 1e6:g} Mbit/s"
     late = f", {options.delay * 1e3:g} ms one way" if options.delay else ""
-    return f"{options.count} hosts (network namespaces), links: {rate}{late}"
+    return f"{count} hosts (network namespaces), links: {rate}{late}"
 
 
 def status(ended: Sequence[HostEnded]) -> int:

@@ -12,13 +12,24 @@ from contextlib import suppress
 from difflib import get_close_matches
 from functools import wraps
 from importlib.util import find_spec
+from inspect import cleandoc
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 from zipfile import BadZipFile, ZipFile
 
+from commpress.cli.fault_schedule import KINDS as FAULTS
+from commpress.cli.hosts import parse_rate
 from commpress.documents import read_json
 from commpress.errors import CommpressError, InvalidArgument, MissingPackage
-from commpress.units import parse_bytes, parse_count, parse_link, parse_nodes
+from commpress.units import (
+    parse_bytes,
+    parse_count,
+    parse_link,
+    parse_memory,
+    parse_nodes,
+    parse_time,
+)
 
 T = TypeVar("T")
 Kind = Callable[[str], object]
@@ -33,23 +44,18 @@ HEADS = 4  # of the small model that commands train
 
 
 def option(
-    to: Any,
-    name: str,
-    kind: Kind | None = None,
-    default: object = None,
-    says: str = "",
-    **more: Any,
+    to: Any, name: str, kind: Kind | None = None, default: object = None, says: str = ""
 ) -> None:
     """Add an option by the name that help shows, ``--rounds N``; a name alone is a switch. The help
     text ends with the default, unless it tells of one itself."""
     flag, _, metavar = name.partition(" ")
     if default not in (None, "") and "default" not in says:
         says += f" (default {default})"
+    says = says.strip().replace("%", "%%")
     if metavar:
-        more |= {"type": told(kind or str), "default": default, "metavar": metavar}
+        to.add_argument(flag, type=told(kind or str), default=default, metavar=metavar, help=says)
     else:
-        more |= {"action": "store_true"}
-    to.add_argument(flag, help=says.strip().replace("%", "%%"), **more)
+        to.add_argument(flag, action="store_true", help=says)
 
 
 def told(parse: Callable[[str], T]) -> Callable[[str], T]:
@@ -108,37 +114,18 @@ def at_least(least: int, most: int = 10**18) -> Callable[[str], int]:
 natural, from_zero, several = at_least(1), at_least(0), at_least(2)
 
 
-def from_(least: float, says: str = "") -> Callable[[str], float]:
-    """A number of at least ``least``."""
+def where(
+    parse: Callable[[str], T], holds: Callable[[T], object], expected: str
+) -> Callable[[str], T]:
+    """What ``parse`` makes of a text, if it can and that holds of it."""
 
-    def convert(text: str) -> float:
-        try:
-            found = float(text)
-        except ValueError:
-            found = float("nan")
-        if not least <= found < float("inf"):
-            raise refused(text, says or f"a number of at least {least:g}")
-        return found
+    def convert(text: str) -> T:
+        with suppress(ValueError):
+            if holds(found := parse(text)):
+                return found
+        raise refused(text, expected)
 
     return convert
-
-
-positive = from_(5e-324, "a number above 0")
-
-
-def large(text: str) -> int:
-    """Bytes of at least a KiB."""
-    if (found := parse_bytes(text)) < 1024:
-        raise refused(text, "at least 1KiB")
-    return found
-
-
-def shared_width(text: str) -> int:
-    """A width of the small model."""
-    width = at_least(1, 1 << 14)(text)
-    if width % HEADS:
-        raise refused(text, f"a width that {HEADS} heads share")
-    return width
 
 
 def some_of(known: Collection[str]) -> Callable[[str], str]:
@@ -191,13 +178,6 @@ def saved(what: str) -> Callable[[str], str]:
     return convert
 
 
-def folder(text: str) -> Path:
-    """One that is there and can be written."""
-    if not os.path.isdir(text) or not os.access(text, os.W_OK):
-        raise refused(text, "a folder that is there and can be written")
-    return Path(text)
-
-
 def read_config(path: str) -> dict[str, Any]:
     """The content of a model's config.json."""
     content = read_json(path, 1 << 20, "the config.json of a model")
@@ -208,24 +188,98 @@ def read_config(path: str) -> dict[str, Any]:
     return content
 
 
-def parameters(text: str) -> int:
-    if (found := parse_count(text)) < 1000:
-        raise refused(text, "at least 1000 parameters")
-    return found
+KINDS: dict[str, Kind] = {  # of tables
+    "": str,
+    "int": int,
+    "amount": where(float, lambda x: 0 <= x < inf, "a number of at least 0"),
+    "bytes": parse_bytes,
+    "config": checked(read_config),
+    "counts": counts,
+    "device": where(
+        str,
+        lambda text: text == "cpu" or parse_link(text),
+        "cpu or a memory bandwidth such as 900GB/s",
+    ),
+    "factory": where(
+        str,
+        re.compile("[^:]+:[^:]+").fullmatch,
+        "module:function, such as mymodels:make_gpt",
+    ),
+    "faults": some_of(FAULTS),
+    "folder": where(
+        Path,
+        lambda path: path.is_dir() and os.access(path, os.W_OK),
+        "a folder that is there and can be written",
+    ),
+    "gradients": saved(GRADIENTS),
+    "large": where(parse_bytes, lambda n: n >= 1024, "at least 1KiB"),
+    "link": checked(parse_link),
+    "links": readable("what commpress probe wrote"),
+    "memory": parse_memory,
+    "nodes": checked(parse_nodes),
+    "pairs": readable("what commpress probe --pairs --json wrote"),
+    "parameters": where(parse_count, lambda n: n >= 1000, "at least 1000 parameters"),
+    "path": Path,
+    "positive": where(float, lambda x: 0 < x < inf, "a number above 0"),
+    "rate": parse_rate,
+    "sections": some_of(SECTIONS),
+    "size": checked(parse_bytes),
+    "sizes": byte_counts,
+    "time": parse_time,
+    "width": where(
+        at_least(1, 1 << 14), lambda n: n % HEADS == 0, f"a width that {HEADS} heads share"
+    ),
+}
 
 
-def factory(text: str) -> str:
-    if not re.fullmatch(r"[^:]+:[^:]+", text):
-        raise refused(text, "module:function, such as mymodels:make_gpt")
-    return text
+def kind_of(name: str) -> Kind:
+    """Kind that a table names: one of ``KINDS``, ``refused by`` a function of ``refusals``, or
+    whole numbers from ``1..`` or ``1..250``."""
+    if name.startswith("refused by "):
+        return word(name.removeprefix("refused by "))
+    if ".." in name:
+        least, _, most = name.partition("..")
+        return at_least(int(least), int(most or 10**18))
+    return KINDS[name]
 
 
-def device(text: str) -> str:
-    try:
-        parse_link("none" if text == "cpu" else text)
-    except CommpressError:
-        raise refused(text, "cpu or a memory bandwidth such as 900GB/s") from None
-    return text
+def declare(parser: argparse.ArgumentParser, table: str) -> None:
+    """Add the options of a table to a command.
+
+        --rounds N | 1.. | 5 | of each measurement
+        [machines]
+        @cluster
+
+    A line is the name as help shows it, the kind, the default and what it is, continued where the
+    next one is indented. A name in brackets begins a group of help; ``@cluster`` stands for the
+    table of that name. A name without dashes is an argument by its place.
+    """
+    to: Any = parser
+    for line in re.sub(r"\n +", " ", cleandoc(table)).splitlines():
+        if line.startswith("@"):
+            declare(parser, TABLES[line[1:]])
+        elif line.startswith("["):
+            to = parser.add_argument_group(line[1:-1])
+        else:
+            name, kind, default, says = (cell.strip() for cell in line.split("|", 3))
+            _declare(to, name, kind, default, says)
+
+
+def _declare(to: Any, name: str, kind: str, default: str, says: str) -> None:
+    flag, _, metavar = name.partition(" ")
+    if flag == "command":
+        to.add_argument(flag, nargs="*", metavar="-- COMMAND", help=says)
+    elif not flag.startswith("--"):
+        to.add_argument(flag, type=told(kind_of(kind)), metavar=metavar, help=says)
+    elif kind.startswith("{"):
+        to.add_argument(flag, choices=kind[1:-1].split(","), default=default, help=says)
+    else:
+        if default.strip("'") and "default" not in says:
+            says += f" (default {default})"
+        text = default.strip("'") if default else None
+        # words of ``refusals`` stay what they are: looking them up loads numpy
+        whole = text is None or kind.startswith("refused by ")
+        option(to, name, kind_of(kind), text if whole else kind_of(kind)(text), says)
 
 
 # ---------------------------------------------------------------- files that are written
@@ -257,16 +311,67 @@ def refuse_early(options: argparse.Namespace) -> None:
             check_picture(name, path)
 
 
-# ---------------------------------------------------------------- groups
+# ---------------------------------------------------------------- tables of several commands
+
+TABLES = {
+    "output": """
+        --json FILE | | | all rows, with settings and versions
+        --plot FILE | | | a picture of it: .png, .svg or .pdf (needs matplotlib)
+    """,
+    "ranks": """
+        --ranks N | 2.. | 4 | local processes (default 4); a launcher's own number wins
+        --threads N | 1.. | 1 | of each rank
+    """,
+    "training": """
+        --length N | 1.. | 64 | bytes of text in a window
+        --width N | width | 384 | of the model
+        --layers N | 1.. | 6 | of the model
+    """,
+    "topology": """
+        --topology NODES | refused by topology | auto | nodes x ranks as 2x4, sizes as 4,4,3, ranks
+            as '0 2|1 3', or what the launcher says
+    """,
+    "links": """
+        --rate RATE | rate | | of each host's link, as 100mbit (default: as fast as this machine)
+        --delay TIME | time | 0s | of each link, one way, as 20ms (default none)
+    """,
+    "cluster": """
+        [machines]
+        --nodes NxR | nodes | 4x1 | nodes x ranks per node
+        --link RATE,TIME | link | | of a node: rate and one-way latency (default 1gbit,100us)
+        --links FILE | links | | what commpress probe wrote, for --nodes, --link and --inside
+        --inside RATE,TIME | link | | of all ranks of a node among themselves (default
+            40gbit,20us; else 200GB/s,5us)
+        --device D | device | cpu | cpu: what kernels take here, measured now; or an accelerator's
+            memory bandwidth, 900GB/s
+        --cores N | amount | 0 | of each node, for its ranks (default: enough)
+    """,
+    "model": """
+        [model]
+        --parameters N | parameters | | a transformer of about so many, as 110M
+        --model M:F | factory | | what calling F of the Python module M returns, a torch.nn.Module
+        --config FILE | config | | config.json of a Hugging Face model
+        --compute-ms T | positive | | of a step on a rank of its own, without communication
+    """,
+    "mesh": """
+        [meshes]
+        --mesh | | | every grid of parallelism instead of ways to average gradients
+        --pairs FILE | pairs | | links of every two ranks: what commpress probe --pairs --json wrote
+        --dims D=C,… | refused by dims | '' | codecs, as dp=int4,ep=int8 (default: dp chosen)
+        --speeds A,B | | | of each rank, as 1,1,0.5,0.5: uneven stages, batches (default alike)
+        --batch N | 1.. | | sequences of a step on all ranks (default 4 for each rank)
+        --length N | 1.. | 512 | tokens of a sequence
+        --micro N | 1.. | 1 | sequences of a micro-batch
+        --experts E | 0.. | 0 | of a layer, all ranks together (default: many)
+        --experts-per-token K | 1.. | 2 | that a gate chooses
+    """,
+}
 
 
-def add_output(parser: argparse.ArgumentParser, *, check: str | None = None) -> None:
-    """``check`` goes on from "exit status 1 unless"; commands without bars have none."""
-    if check is not None:
-        option(parser, "--check", says=f"exit status 1 unless {check}")
-    option(parser, "--json FILE", says="all rows, with settings and versions")
-    says = "a picture of it: .png, .svg or .pdf (needs matplotlib)"
-    option(parser, "--plot FILE", says=says)
+def add_output(parser: argparse.ArgumentParser, *, check: str) -> None:
+    """``check`` goes on from "exit status 1 unless"."""
+    option(parser, "--check", says=f"exit status 1 unless {check}")
+    declare(parser, "@output")
 
 
 def add_sizes(parser: argparse.ArgumentParser, least: str, most: str, *, factor: int = 2) -> None:
@@ -289,18 +394,14 @@ def sizes_of(options: argparse.Namespace) -> tuple[int, ...]:
 
 
 def add_ranks(parser: argparse.ArgumentParser, *, ranks: int = 4) -> None:
-    says = f"local processes (default {ranks}); a launcher's own number wins"
-    option(parser, "--ranks N", several, ranks, says)
-    option(parser, "--threads N", natural, 1, "of each rank")
+    declare(parser, TABLES["ranks"].replace("4", f"{ranks}"))
 
 
 def add_training(parser: argparse.ArgumentParser, *, rounds: int, steps: int, batch: int) -> None:
     option(parser, "--rounds N", natural, rounds, "of every variant")
     option(parser, "--steps N", natural, steps, "of each round")
     option(parser, "--batch N", natural, batch, "windows per rank and step")
-    option(parser, "--length N", natural, 64, "bytes of text in a window")
-    option(parser, "--width N", shared_width, 384, "of the model")
-    option(parser, "--layers N", natural, 6, "of the model")
+    declare(parser, "@training")
 
 
 def add_measuring(
@@ -313,53 +414,4 @@ def add_measuring(
 
 
 def add_topology(parser: argparse.ArgumentParser) -> None:
-    says = "nodes x ranks as 2x4, sizes as 4,4,3, ranks as '0 2|1 3', or what the launcher says"
-    option(parser, "--topology NODES", word("topology"), "auto", says)
-
-
-def add_cluster(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("machines")
-    option(group, "--nodes NxR", checked(parse_nodes), "4x1", "nodes x ranks per node")
-    says = "of a node: rate and one-way latency (default 1gbit,100us)"
-    option(group, "--link RATE,TIME", checked(parse_link), None, says)
-    probed = readable("what commpress probe wrote")
-    says = "what commpress probe wrote, for --nodes, --link and --inside"
-    option(group, "--links FILE", probed, None, says)
-    says = "of all ranks of a node among themselves (default 40gbit,20us; else 200GB/s,5us)"
-    option(group, "--inside RATE,TIME", checked(parse_link), None, says)
-    says = (
-        "cpu: what kernels take here, measured now; or an accelerator's memory bandwidth, 900GB/s"
-    )
-    option(group, "--device D", device, "cpu", says)
-    option(group, "--cores N", from_(0), 0, "of each node, for its ranks (default: enough)")
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    option(group, "--parameters N", parameters, None, "a transformer of about so many, as 110M")
-    says = "what calling F of the Python module M returns, a torch.nn.Module"
-    option(group, "--model M:F", factory, None, says)
-    says = "config.json of a Hugging Face model"
-    option(group, "--config FILE", checked(read_config), None, says)
-    says = "of a step on a rank of its own, without communication"
-    option(group, "--compute-ms T", positive, None, says)
-
-
-def add_mesh(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("meshes")
-    says = "every grid of parallelism instead of ways to average gradients"
-    option(group, "--mesh", says=says)
-    probed = readable("what commpress probe --pairs --json wrote")
-    says = "links of every two ranks: what commpress probe --pairs --json wrote"
-    option(group, "--pairs FILE", probed, None, says)
-    says = "codecs, as dp=int4,ep=int8 (default: dp chosen)"
-    option(group, "--dims D=C,…", word("dims"), "", says)
-    says = "of each rank, as 1,1,0.5,0.5: uneven stages, batches (default alike)"
-    option(group, "--speeds A,B", says=says)
-    says = "sequences of a step on all ranks (default 4 for each rank)"
-    option(group, "--batch N", natural, None, says)
-    option(group, "--length N", natural, 512, "tokens of a sequence")
-    option(group, "--micro N", natural, 1, "sequences of a micro-batch")
-    says = "of a layer, all ranks together (default: many)"
-    option(group, "--experts E", from_zero, 0, says)
-    option(group, "--experts-per-token K", natural, 2, "that a gate chooses")
+    declare(parser, "@topology")

@@ -49,6 +49,7 @@ REST, REPEATS = 4e-3, 3  # seconds of such a rest; such rows for each round
 
 
 def run(options: argparse.Namespace) -> int:
+    options.pairs = bool(options.pairs or options.plot or options.json)
     with harness.ProgressBar("probe", lines=4) as progress:
         found = ranks.on_ranks(measure, options, progress)
     if found is None:  # not rank 0 of a launcher
@@ -61,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     if links.stack is not None:
         print("\n".join(_said(links.stack)))
     values = grid(pairs, links.topology.size)
-    if wants_every_pair(options):
+    if options.pairs:
         print("\nevery pair: MB/s each way above the diagonal, latency in us below it")
         print(matrix_text(values))
     print(f"saved: {options.out}")
@@ -142,66 +143,55 @@ def on_nodes(topology: str) -> tuple[Channel, Hierarchy]:
     return channel, hierarchy_of(drive(agree(channel.inner, given)), channel.inner)
 
 
-def wants_every_pair(options: argparse.Namespace) -> bool:
-    return bool(options.pairs or options.plot or options.json)
-
-
 def measure(
     rank: int, size: int, options: argparse.Namespace, report: Report
 ) -> tuple[Links, list["Pair"]]:
     """Links, and the pairs that were measured alone: a few of each class, or all."""
     channel, hierarchy = on_nodes(options.topology)
     topology, rounds, payload = hierarchy.topology, options.rounds, options.bytes
-    pairs, together, stacks = list[Pair](), dict[str, float](), list[Stack]()
-    tried = dict[str, list[BufferTrial]]()
-    every: dict[str, Mapping[int, Transport]] = {
-        "inside": {0: hierarchy.inside},
-        "between": hierarchy.between,
-    }
+    of_class = pairs_of(topology, None if options.pairs else PAIRS)
+    codecs, numbers = TRIED if topology.layered else (), count(1)
+    total = sum(map(len, of_class.values())) + len(of_class) + 1 + len(codecs)
 
-    def alone(a: int, b: int) -> None:
-        pairs.append(pair_alone(channel, topology, a, b, payload, rounds))
+    def done(what: str) -> None:
+        number = next(numbers)
+        report(number / total, f"{number}/{total}: {what}")
 
-    def at_once(name: str) -> None:
-        latency = median(p.latency for p in pairs if p.inside == (name == "inside"))
-        took = seconds_of([exchange(t, payload, i) for i, t in every[name].items()], rounds)
-        together[name] = max(took - latency, latency / 10)
-
-    def processors() -> None:
-        # several passes: a machine may be slow for as long as one takes
-        passes = [astuple(stack(channel, payload, max(rounds, 2))) for _ in range(PASSES)]
-        stacks.append(Stack(*map(median, zip(*passes, strict=True))))
-
-    def try_codec(codec: str) -> None:
+    pairs, links, tried = list[Pair](), dict[str, Link](), dict[str, list[BufferTrial]]()
+    for name, both in of_class.items():
+        for a, b in both:
+            pairs.append(pair_alone(channel, topology, a, b, payload, rounds))
+            done(f"{name}: ranks {a} and {b}")
+    for name in of_class:
+        links[name] = link_of(name, pairs, hierarchy, payload, rounds)
+        done(f"{name}: all at once")
+    # several passes: a machine may be slow for as long as one takes
+    passes = [astuple(stack(channel, payload, max(rounds, 2))) for _ in range(PASSES)]
+    done("what it costs processors")
+    for codec in codecs:
         tried[codec] = trials(codec, channel, hierarchy, rounds)
+        done(f"all-reduces with codec {codec}")
+    usual = Stack(*map(median, zip(*passes, strict=True)))
+    return Links(topology, links.get("inside"), links.get("between"), usual, tried), pairs
 
-    few = None if wants_every_pair(options) else PAIRS
-    of_class = pairs_of(topology, few)
-    tasks: list[tuple[str, Call]] = [
-        (f"{name}: ranks {a} and {b}", partial(alone, a, b))
-        for name, both in of_class.items()
-        for a, b in both
-    ]
-    tasks += [(f"{name}: all at once", partial(at_once, name)) for name in of_class]
-    tasks.append(("what it costs processors", processors))
-    for codec in TRIED if topology.layered else ():
-        tasks.append((f"all-reduces with codec {codec}", partial(try_codec, codec)))
-    for i, (what, task) in enumerate(tasks, 1):
-        task()
-        report(i / len(tasks), f"{i}/{len(tasks)}: {what}")
-    nodes = topology.nodes
-    sent = {
-        "inside": max(len(node) * (len(node) - 1) for node in nodes) * payload,
-        "between": topology.widest * (len(nodes) - 1) * payload,
-    }
-    links: dict[str, Link | None] = {"inside": None, "between": None}
-    for name, took in together.items():
-        mine = [pair for pair in pairs if pair.inside == (name == "inside")]
-        latency, bandwidth = (median(getattr(p, f) for p in mine) for f in ("latency", "bandwidth"))
-        rested = median(pair.rested for pair in mine)
-        burst = max(RESTED - bandwidth * rested, 0.0) if rested else 0.0
-        links[name] = Link(latency, bandwidth, sent[name] / took, burst)
-    return Links(topology, links["inside"], links["between"], stacks[0], tried), pairs
+
+def link_of(
+    name: str, pairs: Sequence["Pair"], hierarchy: Hierarchy, payload: int, rounds: int
+) -> Link:
+    """Of the pairs of a class, and of all of them at once."""
+    topology, mine = hierarchy.topology, [p for p in pairs if p.inside == (name == "inside")]
+    if name == "inside":
+        transports: Mapping[int, Transport] = {0: hierarchy.inside}
+        rows = max(len(node) * (len(node) - 1) for node in topology.nodes)
+    else:
+        transports, rows = hierarchy.between, topology.widest * (len(topology.nodes) - 1)
+    took = seconds_of([exchange(t, payload, i) for i, t in transports.items()], rounds)
+    latency, bandwidth, rested = (
+        median(getattr(pair, figure) for pair in mine)
+        for figure in ("latency", "bandwidth", "rested")
+    )
+    burst = max(RESTED - bandwidth * rested, 0.0) if rested else 0.0
+    return Link(latency, bandwidth, rows * payload / max(took - latency, latency / 10), burst)
 
 
 def pairs_of(topology: Topology, most: int | None = None) -> dict[str, list[tuple[int, int]]]:

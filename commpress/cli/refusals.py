@@ -127,10 +127,10 @@ def probe(options: argparse.Namespace) -> None:
     on_nodes(options, "topology")
 
 
-def hosts(options: argparse.Namespace) -> None:
+def hosts(options: argparse.Namespace, several: object = True) -> None:
     if not options.command:
         raise InvalidArgument("which command? write it behind --, as in '-- torchrun train.py'")
-    if options.count:
+    if several:
         launchers.check(options.command)
     _on_path(options.command)
 
@@ -148,7 +148,7 @@ def _links(options: argparse.Namespace, hosts: object) -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
-    hosts(options)
+    hosts(options, options.hosts)
     text, methods = " ".join(options.command), options.methods.split(",")
     if "{method}" not in text:
         raise InvalidArgument(
@@ -164,7 +164,7 @@ def compare(options: argparse.Namespace) -> None:
             f"--seeds is {options.seeds} and the command has no {{seed}}: all runs would be the "
             "same. Write it where the script takes a seed"
         )
-    _links(options, options.count)
+    _links(options, options.hosts)
     if options.out != "compare.svg":
         check_picture("out", options.out)
     try:

@@ -54,7 +54,10 @@ def cheapest(
         )
     price = _price(cost, error, bound)
     rest = _from_each((cost + price * error).min(axis=1))
-    known = _known(cost, error, price, bound) * (1 + _ROUNDING) + _ROUNDING
+    # a choice within the bound: the best option of each layer at the price, or the finest
+    near = cost + price * error
+    able = near if _at(near, error).sum() <= bound else error
+    known = float(_at(able, cost).sum()) * (1 + _ROUNDING) + _ROUNDING
     spent, erred = np.zeros(1), np.zeros(1)  # of each state
     steps: list[tuple[np.ndarray, np.ndarray]] = []  # of each layer: state before, option
     for layer in range(len(cost)):
@@ -122,19 +125,6 @@ def _at(choosing: np.ndarray, table: np.ndarray) -> np.ndarray:
     return np.take_along_axis(table, choosing.argmin(axis=1)[:, None], 1)[:, 0]
 
 
-def _known(cost: np.ndarray, error: np.ndarray, price: float, bound: float) -> float:
-    """The cost of some choice within the bound: the finest, or at the price the best option of each
-    layer, made cheaper where room is left."""
-    chosen = (cost + price * error).argmin(axis=1)
-    total, left = 0.0, bound - error[np.arange(len(error)), chosen].sum()
-    if left < 0:
-        return float(_at(error, cost).sum())
-    for c, e, option in zip(cost, error, chosen, strict=True):
-        cheaper = np.where(e - e[option] <= left, c, np.inf).argmin()
-        total, left = total + c[cheaper], left - e[cheaper] + e[option]
-    return float(total)
-
-
 # ---------------------------------------------------------------- measured
 
 
@@ -182,10 +172,9 @@ def assign(
     *,
     ranks: int,
     uniform: str = "int4",
-    options: Sequence[str] = OPTIONS,
 ) -> Assignment:
     """The fewest bytes at a total error no larger than with ``uniform`` for every parameter."""
-    codecs = tuple(dict.fromkeys([*options, uniform]))
+    codecs = tuple(dict.fromkeys([*OPTIONS, uniform]))
     errors = {name: errors_of(gradient, codecs) for name, gradient in gradients.items()}
     numels = {name: gradient.numel() for name, gradient in gradients.items()}
     return assign_by(errors, numels, codecs, ranks=ranks, uniform=uniform)

@@ -5,7 +5,7 @@ Every candidate is simulated with the collectives it would run. Memory is counte
 each keeps for n parameters in float32; activations are not in it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -38,6 +38,11 @@ WAYS = (PLAIN, "bf16-ring", "int8", "int4", "sign", "powersgd-4")
 # of these, those that are chosen unasked: the others may change a loss
 CHOSEN = (PLAIN, "int8", "int4")
 HOOK = {"bf16-ring"}  # torch's own hook: no codec of ours, so no plan can name it
+# how a user gets them, and their effect
+UNCOMPRESSED = {
+    PLAIN: ("DistributedDataParallel", "exact"),
+    "bf16-ring": ("torch's bf16_compress_hook", "rounded"),
+}
 RARELY = 16  # steps between two rounds of 0/1 Adam late in a run
 RATES = {"host": 12e9, "disk": 2e9}  # bytes per second between a rank and a tier
 SCRATCH = 10  # buckets that sharded candidates have in memory beside what they keep
@@ -88,24 +93,7 @@ def candidates(
     cluster: Cluster, costs: Costs, model: Model, settings: Settings, ways: Sequence[str] = WAYS
 ) -> list[Candidate]:
     """All of them, the fastest first; those that do not fit their memory last."""
-    found: list[Candidate] = []
-    for way in dict.fromkeys([PLAIN, *ways]):
-        for layered in (False, True):
-            if layered and not (cluster.topology.layered and _divides(way)):
-                continue
-            simulated = simulate_training(
-                cluster,
-                costs,
-                way,
-                model,
-                settings.compute_seconds,
-                bucket_mb=settings.bucket_mb,
-                layered=layered,
-            )
-            found.append(_ddp(way, simulated, model, cluster, layered=layered))
-            if way == "sign" and not layered:
-                found += _one_bit(simulated, model, cluster)
-    found += _local(cluster, costs, model, settings)
+    found = [*_ddp(cluster, costs, model, settings, ways), *_local(cluster, costs, model, settings)]
     if cluster.size <= SHARDED_LIMIT:
         found += _sharded(cluster, costs, model, settings)
     for one in found:
@@ -192,36 +180,41 @@ def plan_of(
 # ---------------------------------------------------------------- one candidate
 
 
-def _divides(way: str) -> bool:
-    """True of codecs that sum inside a node first."""
-    return way not in (PLAIN, *HOOK) and not isinstance(codec_named(way), LowRankCodec)
-
-
 def _ddp(
-    way: str, simulated: Simulated, model: Model, cluster: Cluster, *, layered: bool
-) -> Candidate:
-    n, ranks, nodes = 4.0 * model.numel, cluster.size, len(cluster.topology.nodes)
-    kept, effect = 0.0, "exact"
-    if way in HOOK:
-        call, effect = "torch's bf16_compress_hook", "rounded"
-    elif way == PLAIN:
-        call = "DistributedDataParallel"
-    else:
-        codec = codec_named(way)
-        topology = f', topology="{nodes}x{ranks // nodes}"' if layered else ""
-        call = f'compress(ddp, "{way}"{topology})'
-        effect = "low rank, delayed" if isinstance(codec, LowRankCodec) else "rounded, delayed"
-        if codec.feedback:  # and what is proposed
-            kept = 2 * (n / (ranks / nodes) if layered else n * (1 + 1 / ranks))
-    return _candidate(
-        way + (", two levels" if layered else ""),
-        call,
-        simulated,
-        {"device": 4 * n + kept},
-        codec="" if way in HOOK else way,
-        layered=layered,
-        effect=effect,
-    )
+    cluster: Cluster, costs: Costs, model: Model, settings: Settings, ways: Sequence[str]
+) -> Iterator[Candidate]:
+    n, ranks, nodes = 4.0 * model.numel, cluster.size, cluster.count
+    for way in dict.fromkeys([PLAIN, *ways]):
+        codec = None if way in UNCOMPRESSED else codec_named(way)
+        low_rank = isinstance(codec, LowRankCodec)
+        both = cluster.topology.layered and codec is not None and not low_rank
+        for layered in (False, True) if both else (False,):
+            simulated = simulate_training(
+                cluster,
+                costs,
+                way,
+                model,
+                settings.compute_seconds,
+                bucket_mb=settings.bucket_mb,
+                layered=layered,
+            )
+            topology = f', topology="{nodes}x{ranks // nodes}"' if layered else ""
+            effect = "low rank, delayed" if low_rank else "rounded, delayed"
+            call, effect = UNCOMPRESSED.get(way, (f'compress(ddp, "{way}"{topology})', effect))
+            kept = 0.0
+            if codec is not None and codec.feedback:  # and what is proposed
+                kept = 2 * (n / (ranks / nodes) if layered else n * (1 + 1 / ranks))
+            yield _candidate(
+                way + ", two levels" * layered,
+                call,
+                simulated,
+                {"device": 4 * n + kept},
+                codec="" if way in HOOK else way,
+                layered=layered,
+                effect=effect,
+            )
+            if way == "sign" and not layered:
+                yield from _one_bit(simulated, model, cluster)
 
 
 def _candidate(
@@ -257,16 +250,13 @@ def _one_bit(sign: Simulated, model: Model, cluster: Cluster) -> list[Candidate]
     ]
 
 
-def _local(cluster: Cluster, costs: Costs, model: Model, settings: Settings) -> list[Candidate]:
+def _local(cluster: Cluster, costs: Costs, model: Model, settings: Settings) -> Iterator[Candidate]:
     """Θ and the outer momentum on the host; on the device the change under way, and residuals."""
-    n, found = 4.0 * model.numel, []
+    n = 4.0 * model.numel
     for way, simulated in considered(cluster, costs, model, settings.compute_seconds):
         kept = n if way.sparse else 2 * n * (1 + 1 / cluster.size)
         memory = {"device": 5 * n + kept, "host": n if way.sparse else 2 * n}
-        found.append(
-            _candidate(way.name, way.call, simulated, memory, effect=way.effect, local=True)
-        )
-    return found
+        yield _candidate(way.name, way.call, simulated, memory, effect=way.effect, local=True)
 
 
 def _sharded(cluster: Cluster, costs: Costs, model: Model, settings: Settings) -> list[Candidate]:

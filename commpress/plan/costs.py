@@ -27,7 +27,7 @@ CODECS = (
     "bits4",
 )  # fmt: skip
 ROWS = 4  # of a message
-_ENOUGH, _MOST = 0.05, 60  # seconds of calls, and calls
+_ENOUGH, _LEAST, _MOST = 0.05, 6, 60  # seconds of calls, and calls
 BEYOND, _RANK = 1 << 23, 4  # longer than caches: gradients and residuals come from memory
 
 
@@ -57,7 +57,7 @@ class Costs:
         return same[0] if same else max(self.codecs.values(), key=lambda cost: cost.encode)
 
 
-def device_costs(memory_bandwidth: float, *, call: float = CALL) -> Costs:
+def device_costs(memory_bandwidth: float) -> Costs:
     """Costs on an accelerator: every kernel is one pass over memory at ``memory_bandwidth`` bytes
     per second."""
     byte = 1 / memory_bandwidth
@@ -67,7 +67,7 @@ def device_costs(memory_bandwidth: float, *, call: float = CALL) -> Costs:
         sent = codec.row_bytes(4096) / 4096
         kept = 8 if codec.feedback and not codec.lossless else 0
         codecs[codec.kind] = Cost((4 + kept + sent) * byte, sent * byte, (4 + sent) * byte)
-    return Costs(codecs, byte, byte / 10, call)
+    return Costs(codecs, byte, byte / 10)
 
 
 def measure_costs(names: Sequence[str] = CODECS, *, numel: int = BEYOND) -> Costs:
@@ -127,11 +127,11 @@ def _product() -> float:
     return took / (3 * _RANK * side * side)
 
 
-def _usual(call: Any, rounds: int = 5) -> float:
+def _usual(call: Any) -> float:
     """Take the median seconds of a call on this thread alone, so that others who use the processor
     count little. Short calls repeat more."""
     took: list[float] = []
-    while len(took) < rounds + 1 or (sum(took) < _ENOUGH and len(took) < _MOST):
+    while len(took) < _LEAST or (sum(took) < _ENOUGH and len(took) < _MOST):
         start = thread_time()
         call()
         took.append(thread_time() - start)

@@ -49,6 +49,7 @@ FILE = Document("commpress mesh", 1, 1 << 20, "commpress plan --mesh")
 # elements that a block keeps for backward per token and width: on every rank of tp, and divided
 # among them
 KEPT = (5.0, 12.0)
+STATE = 16  # bytes of a parameter on a rank: weight, gradient, two moments
 
 
 class Numel(NamedTuple):
@@ -92,9 +93,7 @@ class MeshWork:
     backward: float
     optimizer: float = 0.0  # for the whole model
     micro: int = 1  # sequences of a micro-batch
-    element: int = 4  # bytes of an activation
-    gradient: int = 4  # bytes of a gradient that is not compressed
-    state: int = 16  # bytes of a parameter on a rank: weight, gradient, two moments
+    element: int = 4  # bytes of an activation, and of a gradient that is not compressed
     kept: tuple[float, float] = KEPT
     interleave: int = 1  # stages of a pipeline on each rank
     largest: int = 0  # elements of the largest parameter
@@ -281,7 +280,9 @@ def predicted(
         raise InvalidArgument(
             why if grid.size == links.size else f"{grid} has {grid.size} ranks, links {links.size}"
         )
-    return _Prediction(grid, work, links, costs, dims or MeshDims(), order, speeds).step(limit)
+    places = np.arange(grid.size) if order is None else np.asarray(order)
+    speed = np.ones(grid.size) if speeds is None else np.asarray(speeds, float)
+    return _Prediction(grid, work, links, costs, dims or MeshDims(), places, speed).step(limit)
 
 
 def chosen(found: Sequence[MeshStep]) -> MeshStep:
@@ -342,28 +343,25 @@ def _one_forward_one_backward(ahead: int, count: int) -> Iterator[tuple[int, int
 # ---------------------------------------------------------------- one grid
 
 
+@dataclass
 class _Prediction:
-    def __init__(
-        self,
-        grid: Grid,
-        work: MeshWork,
-        links: PairLinks,
-        costs: Costs,
-        dims: MeshDims,
-        order: Sequence[int] | np.ndarray | None,
-        speeds: Sequence[float] | None,
-    ) -> None:
-        self.grid, self.work, self.links, self.costs, self.dims = grid, work, links, costs, dims
-        self.order = np.arange(grid.size) if order is None else np.asarray(order)
-        speed = np.ones(grid.size) if speeds is None else np.asarray(speeds, float)
+    grid: Grid
+    work: MeshWork
+    links: PairLinks
+    costs: Costs
+    dims: MeshDims
+    order: np.ndarray
+    speed: np.ndarray  # of each rank
+
+    def __post_init__(self) -> None:
+        grid, work = self.grid, self.work
         replicas = grid.dp * grid.ep
         # [stage, replica]
-        self.speeds = speed[self.order].reshape(grid.pp, replicas, -1).min(axis=2)
+        self.speeds = self.speed[self.order].reshape(grid.pp, replicas, -1).min(axis=2)
         self.layers = tuple(stages(work.costs, self.speeds.min(axis=1).tolist()))
         self.ranges = list(pairwise(np.cumsum([0, *self.layers]).tolist()))
-        self.counts = [work.batch // work.micro // replicas] * replicas  # micro-batches
-        if speeds is not None:
-            self.counts = shares(sum(self.counts), self.speeds.min(axis=0).tolist(), least=1)
+        # micro-batches
+        self.counts = shares(work.batch // work.micro, self.speeds.min(axis=0).tolist(), least=1)
         self.turns = max(self.counts)
         self.tokens = work.micro * work.length / grid.sp  # of a micro-batch on a rank
         self.sent: dict[str, float] = dict.fromkeys(AXES, 0.0)
@@ -496,14 +494,14 @@ class _Prediction:
             numel = [self._elements(stage)[which] for stage in range(self.grid.pp)]
             if max(numel) and groups.shape[1] > 1:
                 took += self._reduced(groups, numel)
-                nbytes += self.work.gradient * max(numel)
+                nbytes += self.work.element * max(numel)
         last = took / max(nbytes / BUCKETS, 1.0)  # of the last bucket, when backward is done
         return max(took - window, min(last, took))
 
     def _reduced(self, groups: np.ndarray, numel: list[float]) -> float:
         codec, most = codec_named(self.dims.dp), max(numel)
         n, each = groups.shape[1], len(groups) // self.grid.pp
-        rows = [_row(codec, k, n, self.work.gradient) for k in numel]
+        rows = [_row(codec, k, n, self.work.element) for k in numel]
         source, sink = _all_to_all(groups)
         self._sends("dp", source, sink, max(rows), 2 * (n - 1), flows=n - 1)
         took = 2 * self.links.seconds(source, sink, np.repeat(rows, each * n * (n - 1)))
@@ -546,7 +544,7 @@ class _Prediction:
         each = self.tokens * work.width * work.element * (whole + divided / grid.tp)
         largest = 4 * work.largest / grid.tp
         return (
-            work.state * numel
+            STATE * numel
             + self._averaging(numel, grid.dp * grid.ep * grid.sp)
             + max(each * under_way + largest, TEMPORARIES * largest)
         )
@@ -554,9 +552,9 @@ class _Prediction:
     def _averaging(self, numel: float, n: int) -> float:
         """Bytes of ``compress`` between ``n`` ranks: buckets, residuals, and messages of the
         buckets that are under way at once."""
-        if n == 1 or not self.work.gradient:
+        if n == 1:
             return 0.0
-        codec, gradient = codec_named(self.dims.dp), self.work.gradient
+        codec, gradient = codec_named(self.dims.dp), self.work.element
         bucket = min(max(BUCKETS / gradient, self.work.largest / self.grid.tp), numel)
         message = n * _row(codec, bucket, n, 4)
         copies = 4.0 * bucket if gradient < 4 else 0.0  # kernels add in float32

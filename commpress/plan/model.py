@@ -88,11 +88,11 @@ def bucket_of(shapes: Sequence[Shape]) -> ModelBucket:
     return ModelBucket(tuple(spans), tuple(shape.sizes for shape in shapes))
 
 
-def transformer(parameters: int, *, vocabulary: int = 0, length: int = 512) -> Model:
+def transformer(parameters: int) -> Model:
     """About so many parameters, in the shape of a transformer: what a count alone can stand for."""
     if parameters < 1000:
         raise InvalidArgument(f"parameters are {parameters}, expected at least 1000")
-    vocabulary = vocabulary or (30_000 if parameters > 50_000_000 else 256)
+    vocabulary, length = 30_000 if parameters > 50_000_000 else 256, 512
     layers = max(round((parameters / 1e8) ** 0.37 * 12), 2)
     width = 8
     while _count(width + 8, layers, vocabulary, length) <= parameters:

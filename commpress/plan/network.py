@@ -26,7 +26,7 @@ INSIDE, OUTSIDE = 0, 1  # places of a peer: in the node or not
 class Wire(NamedTuple):
     """Figures of a library's messages, in place of the cluster's."""
 
-    latency: float  # 0: the cluster's
+    latency: float
     busy: float  # the same while the receivers compute
     byte: float | None  # seconds of a core for each byte at each end; None: the cluster's
     message: float | None  # seconds of the sending thread for each message; None: the cluster's
@@ -166,7 +166,7 @@ class Network:
         gone, arrived = Signal(), Signal()
 
         def arrive() -> None:
-            if wire is not None and wire.latency:
+            if wire is not None:
                 waits = max(wire.latency, wire.busy if self.computing else 0.0)
             else:
                 waits = max(latency, cluster.busy_latency if self.cores.taken else 0.0)

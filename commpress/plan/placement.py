@@ -31,7 +31,6 @@ def place(
     *,
     speeds: Sequence[float] | None = None,
     limit: float = np.inf,
-    tries: int = TRIES,
 ) -> MeshStep:
     """The best order that the search finds, and a step with it."""
 
@@ -42,7 +41,7 @@ def place(
     best = tried(numbered)
     if grid.size < 3 or (links.speeds_alike() and speeds is None):
         return best
-    left = tries
+    left = TRIES
     for order in dict.fromkeys([tuple(numbered), *starts(grid, links)]):
         found, better = tried(order), True
         while better and left > 0:

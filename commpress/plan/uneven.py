@@ -21,16 +21,13 @@ def shares(total: int, speeds: Sequence[float], *, least: int = 0) -> list[int]:
             f"total is {total}, expected at least {least} for each of {len(speed)} ranks"
         )
 
-    def within(seconds: float) -> np.ndarray:
-        return np.maximum(np.floor(seconds * speed + 1e-9), least).astype(np.int64)
-
-    low, high = 0.0, total / float(speed.min())
-    for _ in range(64):
-        middle = (low + high) / 2
-        low, high = (low, middle) if within(middle).sum() >= total else (middle, high)
-    found = within(high)
-    for _ in range(int(found.sum()) - total):  # several reach a unit at the same moment
-        found[int(np.where(found > least, found / speed, -np.inf).argmax())] -= 1
+    # what all have done when the last of them could end, if units could be divided
+    found = np.maximum(np.floor(total * speed / speed.sum() + 1e-9), least).astype(np.int64)
+    while left := total - int(found.sum()):
+        if left > 0:
+            found[int(((found + 1) / speed).argmin())] += 1
+        else:
+            found[int(np.where(found > least, found / speed, -np.inf).argmax())] -= 1
     return [int(n) for n in found]
 
 

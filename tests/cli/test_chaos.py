@@ -17,7 +17,7 @@ import sources
 from commpress.cli import chaos as chaos_command
 from commpress.cli import fault_schedule, main
 from commpress.cli.fault_schedule import LAUNCHER, Fault
-from commpress.cli.history import EventFile, History, Hit, Verdict
+from commpress.cli.history import History, Hit, Verdict
 from commpress.cli.hosts import Hosts, HostsUnavailable, parse_rate
 from commpress.collectives.transports.run_key import VARIABLE
 from commpress.errors import InvalidArgument
@@ -156,15 +156,15 @@ def test_what_is_lost_or_done_twice_is_found(tmp_path):
 
 
 def test_half_a_line_is_read_when_the_rest_of_it_is_there(tmp_path):
-    path = tmp_path / "events"
-    events = EventFile(path, 0, 0)
-    assert events.new() == []
-    path.write_text('{"kind": "commit"}\n{"kind"')
-    assert events.new() == [{"kind": "commit"}]
+    path, history = tmp_path / "events", History()
+    history.follow(path, 0, 0)
+    assert history.read() == []
+    path.write_text('{"kind": "commit", "clock": 1.0, "step": 1}\n{"kind": "commit"')
+    assert [commit.step for commit in history.read()] == [1]
     with open(path, "a") as file:
-        file.write(': "end"}\n')
-    assert events.new() == [{"kind": "end"}]
-    assert events.new() == []
+        file.write(', "clock": 2.0, "step": 2}\n{"kind": "end"}\n')
+    assert [commit.step for commit in history.read()] == [2]
+    assert history.read() == []
 
 
 # ---------------------------------------------------------------- runs

@@ -271,7 +271,7 @@ def test_what_a_probe_measured_reaches_the_model_whole(tmp_path):
     links = Links(Topology.of(1, 1, 1, 1), None, wire, stack)
     links.save(tmp_path / "links.json")
     parser = argparse.ArgumentParser()
-    option_groups.add_cluster(parser)
+    option_groups.declare(parser, "@cluster")
     given = ["--links", str(tmp_path / "links.json")]
     found, measured = cluster_options.cluster_of(parser.parse_args(given)), measured_cluster(links)
     assert asdict(found) == asdict(measured)
