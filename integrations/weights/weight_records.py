@@ -83,7 +83,7 @@ class VersionRecord(NamedTuple):
 
     @property
     def blocks(self) -> list[int]:
-        """How many each part has."""
+        """Return the number of blocks of each part."""
         return [len(each) for each in self.hashes]
 
     @property
