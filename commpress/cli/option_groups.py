@@ -117,7 +117,7 @@ natural, from_zero, several = at_least(1), at_least(0), at_least(2)
 def where(
     parse: Callable[[str], T], holds: Callable[[T], object], expected: str
 ) -> Callable[[str], T]:
-    """Return a converter of text by ``parse``, which refuses values unless ``holds`` is true of them."""
+    """Return a converter of text by ``parse`` that refuses values for which ``holds`` is false."""
 
     def convert(text: str) -> T:
         with suppress(ValueError):
