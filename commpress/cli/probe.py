@@ -288,7 +288,12 @@ def stack(channel: Channel, payload: int, few: int) -> Stack:
 
     def beside(call: Call, calls: int = SHORT) -> tuple[float, float]:
         """Cost of a call, the work not counted."""
-        both = in_a_row(lambda: (work(), call()), calls)
+
+        def both_of_them() -> None:
+            work()
+            call()
+
+        both = in_a_row(both_of_them, calls)
         return max(both[0] - alone[0], 0.0), max(both[1] - alone[1], 0.0)
 
     large = max(payload // peers, 2 * FIRST)

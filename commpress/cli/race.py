@@ -141,7 +141,7 @@ def racer(lane: Lane) -> Trainee:
             exact_steps=8,
             variance_updates=2,
         )
-        made.optimizer = commpress.overlap(made.wrapped, zero_one)
+        made.optimizer = commpress.overlap(made.wrapped, zero_one)  # type: ignore[arg-type]
         made.finish = zero_one.synchronize
         return made
     codec = None
@@ -206,7 +206,7 @@ def run(rank: int, size: int, lane: Lane, ask: Callable[..., Any]) -> Finish:
         sum(p.numel() for p in made.wrapped.parameters()),
         float(means[0]) / size,
         float(means[1]) / size if before is not None else None,
-        made.state.counters.as_dict() if made.state is not None else {},
+        made.hook.counters.as_dict() if made.hook is not None else {},
     )
 
 
