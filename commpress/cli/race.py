@@ -218,7 +218,7 @@ def schedule(step: int, share: float) -> float:
 
 
 def held_out_loss(trainee: Trainee, rank: int) -> float:
-    """Of this rank's share of the held-out windows, the same for every way."""
+    """Loss on this rank's share of the held-out windows, the same for every way."""
     held_out, draws = trainee.corpus[-HELD_OUT:], torch.Generator().manual_seed(rank)
     parts, length, model = range(WINDOWS // HELD_OUT_BATCH), trainee.load.length, bare(trainee)
     with torch.no_grad():
