@@ -23,6 +23,7 @@ from commpress.codecs import codec_named
 from commpress.codecs.planned import PLAIN
 from commpress.plan import candidates
 from commpress.plan.model import Model
+from commpress.plan.ways import Scenario
 
 WAYS = "plain,bf16,int8,int4,sign"
 PREDICTED = {"bf16": "bf16-ring"}
@@ -107,8 +108,8 @@ def planned(
     cluster, model = measured.cluster(), Model.of(load.model())
     share = min(cluster.machine_cores / cluster.size, 1.0) if cluster.machine_cores else 1.0
     ways = [PREDICTED.get(way, way) for way in seconds if way != COMPUTE]
-    settings = candidates.Settings(seconds[COMPUTE] * share, BUCKET_MB)
-    found = candidates.candidates(cluster, measured.costs, model, settings, ways)
+    scenario = Scenario(cluster, measured.costs, model, seconds[COMPUTE] * share, BUCKET_MB)
+    found = candidates.candidates(scenario, ways)
     chosen = candidates.recommended(found, ways)
     predicted = {c.name: c.seconds for c in found}
     rows = [
@@ -121,7 +122,7 @@ def planned(
         for way, took in seconds.items()
         if way != COMPUTE
     ]
-    return rows, candidates.plan_of(chosen, found, cluster, BUCKET_MB).why
+    return rows, candidates.plan_of(chosen, found, scenario).why
 
 
 def choice(rows: list[Row]) -> tuple[Row, Row]:

@@ -34,8 +34,8 @@ def run(options: argparse.Namespace) -> int:
 
 def trainee(name: str, bucket_mb: float, load: training.Load) -> training.Trainee:
     made = training.under_ddp(name, load, 3e-4, bucket_mb)
-    if made.state is not None:
-        made.state.measure_every = 0
+    if made.hook is not None:
+        made.hook.measure_every = 0
     return made
 
 

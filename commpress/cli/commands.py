@@ -189,7 +189,7 @@ COMMANDS = (  # in the order in which help shows them
     @cluster
     @model
     @mesh
-    --allow A,B | | '' | choose these, too: codecs such as sign, local
+    --allow A,B | names | '' | choose these, too: codecs such as sign, local
     --memory T=SIZE,… | memory | '' | of one rank, as device=24GiB,host=64GiB (default: any)
     --gradients FILE | gradients | | measured ones, for a codec of its own for every layer
     --out FILE | | plan.json | where to write the plan

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
+from functools import partial
 from statistics import mean, stdev
 from time import perf_counter
 
@@ -79,11 +79,7 @@ def run(options: argparse.Namespace) -> int:
                 print(f"{said}, {one.seconds:.1f} s", flush=True)
     print("\n" + terminal.table(rows(groups)))
     print("\n".join(["", *map(terminal.wrapped, verdicts(groups))]))
-    if find_spec("matplotlib") is None:
-        print("\nno picture: it needs matplotlib (pip install 'commpress[demo]')")
-    else:
-        draw(options.out, groups)
-        print(f"\npicture: {options.out}")
+    terminal.picture(options.out, partial(draw, groups))
     if options.json:
         found = [asdict(each) | {"final": each.final, "seconds": each.seconds} for each in runs]
         terminal.write_json(options.json, {"command": options.command, "runs": found})
@@ -232,7 +228,7 @@ def verdicts(groups: Groups) -> list[str]:
     ]
 
 
-def draw(path: str, groups: Groups) -> None:
+def draw(groups: Groups, path: str) -> None:
     """Training loss against seconds, a line for each method, of its first seed."""
     from commpress.cli import charts
 

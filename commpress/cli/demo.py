@@ -6,8 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from pathlib import Path
+from functools import partial
 from statistics import mean, stdev
 
 from commpress.cli import contenders, harness, race, terminal
@@ -125,12 +124,7 @@ def _race(options: argparse.Namespace, plan: list[Lane]) -> int:
             finishes = _lanes(pool, plan, options.ranks, network)
     print()
     summary(finishes)
-    out = options.out or "demo.svg"
-    if find_spec("matplotlib") is None:
-        print("\nno picture: it needs matplotlib (pip install 'commpress[demo]')")
-    else:
-        draw(finishes, out, network)
-        print(f"\npicture: {Path(out).resolve()}")
+    terminal.picture(options.out or "demo.svg", partial(draw, finishes, network))
     return harness.deliver(options, finishes, network=network.says)
 
 
@@ -257,7 +251,7 @@ def _notes(groups: Groups) -> Iterator[str]:
         yield f"Distance to {FLOOR}: {distance}."
 
 
-def draw(finishes: list[Finish], path: str, network: SlowNetwork) -> None:
+def draw(finishes: list[Finish], network: SlowNetwork, path: str) -> None:
     """Loss against seconds, a line for each way, of its first seed; smoothed over five steps or a
     fiftieth of them."""
     from commpress.cli import charts

@@ -417,7 +417,7 @@ def engine_findings(layer: FileLayer) -> Iterator[Finding]:
 
 
 def precedence() -> Finding:
-    """As a store's own thread gets it: from the kernel, on a thread that ends afterwards."""
+    """Priority of a store's own thread: from the kernel, on a thread that ends afterwards."""
 
     def ask() -> tuple[int, bool]:
         before = os.getpriority(os.PRIO_PROCESS, 0)
@@ -477,7 +477,7 @@ def report(found: dict[str, list[Finding]]) -> str:
 
 
 def scrubbed(text: str) -> str:
-    """Without addresses, the names of host and user, and the home directory."""
+    """Text without addresses, the names of host and user, and the home directory."""
     text = text.replace("127.0.0.1", "localhost")
     for address in (
         r"\b\d{1,3}(\.\d{1,3}){3}\b",

@@ -504,7 +504,7 @@ class Conversion:
             keywords["max_grad_norm"] = self.clip
 
     def codec(self) -> str:
-        """Of gradients, if the file names a dtype to send them in."""
+        """Codec of gradients, if the file names a dtype to send them in."""
         word = str(self.take("communication_data_type") or "")
         if word and word not in HALF and word != "fp32":
             self.note(f"communication_data_type {word}: gradients travel as they are")

@@ -117,7 +117,7 @@ def together(call: Callable[[], object], times: int = 1) -> float:
 
 
 def slowest(figures: Mapping[str, list[Any]]) -> dict[str, torch.Tensor]:
-    """Of every figure the largest that a rank has."""
+    """Largest of every figure that a rank has."""
     took = torch.tensor(list(figures.values()), dtype=torch.float64)
     dist.all_reduce(took, dist.ReduceOp.MAX)
     return dict(zip(figures, took, strict=True))
@@ -126,7 +126,7 @@ def slowest(figures: Mapping[str, list[Any]]) -> dict[str, torch.Tensor]:
 def medians(
     calls: Mapping[str, Callable[[], float]], rounds: int, *, warm: int = 0
 ) -> dict[str, float]:
-    """Of what each call returned in ``rounds`` rounds on the slowest rank; collective."""
+    """Medians of what each call returned in ``rounds`` rounds on the slowest rank; collective."""
     return {
         name: float(took.median())
         for name, took in slowest(interleaved(calls, rounds, warm=warm)).items()

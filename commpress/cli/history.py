@@ -82,8 +82,8 @@ class History:
 
 
 def commit_of(event: dict[str, Any], victim: int, life: int) -> Commit:
-    """With a position, where the step of all ranks begins, its samples are those of ``size`` ranks
-    that read alike."""
+    """A commit of an event. With a position, where the step of all ranks begins, its samples are
+    those of ``size`` ranks that read alike."""
     first, end = event.get("samples") or (0, 0)
     if whole := first < end and event.get("position") is not None:
         first, end = event["position"], event["position"] + event["size"] * (end - first)

@@ -111,15 +111,13 @@ def at_least(least: int, most: int = 10**18) -> Callable[[str], int]:
     return convert
 
 
-natural, from_zero, several = at_least(1), at_least(0), at_least(2)
+natural = at_least(1)
 
 
-def where(
-    parse: Callable[[str], T], holds: Callable[[T], object], expected: str
-) -> Callable[[str], T]:
-    """Return a converter of text by ``parse`` that refuses values for which ``holds`` is false."""
+def where(parse: Kind, holds: Callable[[Any], object], expected: str) -> Kind:
+    """Kind of a text that ``parse`` takes, where ``holds`` of the result."""
 
-    def convert(text: str) -> T:
+    def convert(text: str) -> object:
         with suppress(ValueError):
             if holds(found := parse(text)):
                 return found
@@ -216,6 +214,7 @@ KINDS: dict[str, Kind] = {  # of tables
     "link": checked(parse_link),
     "links": readable("what commpress probe wrote"),
     "memory": parse_memory,
+    "names": lambda text: [name.strip() for name in text.split(",") if name.strip()],
     "nodes": checked(parse_nodes),
     "pairs": readable("what commpress probe --pairs --json wrote"),
     "parameters": where(parse_count, lambda n: n >= 1000, "at least 1000 parameters"),
@@ -276,10 +275,11 @@ def _declare(to: Any, name: str, kind: str, default: str, says: str) -> None:
     else:
         if default.strip("'") and "default" not in says:
             says += f" (default {default})"
-        text = default.strip("'") if default else None
+        value: object = default.strip("'") if default else None
         # words of ``refusals`` stay what they are: looking them up loads numpy
-        whole = text is None or kind.startswith("refused by ")
-        option(to, name, kind_of(kind), text if whole else kind_of(kind)(text), says)
+        if default and not kind.startswith("refused by "):
+            value = kind_of(kind)(default.strip("'"))
+        option(to, name, kind_of(kind), value, says)
 
 
 # ---------------------------------------------------------------- files that are written
@@ -377,7 +377,7 @@ def add_output(parser: argparse.ArgumentParser, *, check: str) -> None:
 def add_sizes(parser: argparse.ArgumentParser, least: str, most: str, *, factor: int = 2) -> None:
     option(parser, "--min-bytes SIZE", parse_bytes, least)
     option(parser, "--max-bytes SIZE", parse_bytes, most)
-    option(parser, "--factor N", several, factor, "from one size to the next")
+    option(parser, "--factor N", at_least(2), factor, "from one size to the next")
 
 
 def sizes_of(options: argparse.Namespace) -> tuple[int, ...]:

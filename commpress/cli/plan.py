@@ -17,12 +17,12 @@ from commpress.plan.candidates import (
     CHOSEN,
     WAYS,
     Candidate,
-    Settings,
     advised,
     candidates,
     plan_of,
     recommended,
 )
+from commpress.plan.ways import Scenario
 from commpress.units import TIERS
 
 LOCAL, UNIFORM = "local", "int4"
@@ -34,17 +34,17 @@ NAMES = re.compile(
 def run(options: argparse.Namespace) -> int:
     if options.mesh:
         return plan_mesh.run(options)
-    allowed = list(filter(None, map(str.strip, options.allow.split(","))))
-    local = LOCAL in allowed
-    able = [*CHOSEN, *(way for way in allowed if way != LOCAL)]
+    local = LOCAL in options.allow
+    able = [*CHOSEN, *(way for way in options.allow if way != LOCAL)]
     ways = list(dict.fromkeys([*WAYS, *able]))
     gradients = gradients_of(options.gradients) if options.gradients else None
     model = cluster_options.model_of(options, planned_codecs)
     cluster = cluster_options.cluster_of(options)
-    settings = Settings(1e-3 * options.compute_ms, memory=options.memory)
-    found = candidates(cluster, cluster_options.costs_of(options), model, settings, ways)
+    costs, seconds = cluster_options.costs_of(options), 1e-3 * options.compute_ms
+    scenario = Scenario(cluster, costs, model, seconds, memory=options.memory)
+    found = candidates(scenario, ways)
     chosen = recommended(found, able)
-    plan = plan_of(chosen, found, cluster, settings.bucket_mb)
+    plan = plan_of(chosen, found, scenario)
     title = f"{model.numel / 1e6:.1f} M parameters on {cluster.size} ranks"
     print(f"{title}, {options.compute_ms:.4g} ms alone")
     plain = next(c for c in found if c.codec == "plain")

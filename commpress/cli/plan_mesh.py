@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
             f"no grid of {links.size} ranks divides this model and batch: "
             f"{work.fits(Grid(dp=links.size))}"
         )
-    ways = ["none", *CHOSEN[1:], *filter(None, map(str.strip, options.allow.split(",")))]
+    ways = ["none", *CHOSEN[1:], *options.allow]
     costs = cluster_options.costs_of(options)
     found = [best_of(grid, work, links, costs, fixed, ways, speeds, limit) for grid in grids]
     found.sort(key=lambda step: (not step.fits, step.seconds))

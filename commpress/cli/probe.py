@@ -178,7 +178,7 @@ def measure(
 def link_of(
     name: str, pairs: Sequence["Pair"], hierarchy: Hierarchy, payload: int, rounds: int
 ) -> Link:
-    """Of the pairs of a class, and of all of them at once."""
+    """Link of a class: its pairs alone, and all of them at once."""
     topology, mine = hierarchy.topology, [p for p in pairs if p.inside == (name == "inside")]
     if name == "inside":
         transports: Mapping[int, Transport] = {0: hierarchy.inside}
@@ -288,7 +288,12 @@ def stack(channel: Channel, payload: int, few: int) -> Stack:
 
     def beside(call: Call, calls: int = SHORT) -> tuple[float, float]:
         """Cost of a call, the work not counted."""
-        both = in_a_row(lambda: (work(), call()), calls)
+
+        def both_of_them() -> None:
+            work()
+            call()
+
+        both = in_a_row(both_of_them, calls)
         return max(both[0] - alone[0], 0.0), max(both[1] - alone[1], 0.0)
 
     large = max(payload // peers, 2 * FIRST)
@@ -301,8 +306,8 @@ def stack(channel: Channel, payload: int, few: int) -> Stack:
     ring, ring_cost = in_a_row(lambda: dist.all_reduce(little), SHORT)
 
     def ring_byte(kind: torch.dtype) -> float:
-        """Of cores for a byte sent by torch's own all-reduce, of gradients that no cache holds any
-        more; as many messages without bytes are taken off."""
+        """Seconds of cores for a byte of torch's own all-reduce, of gradients that no cache holds;
+        as many messages without bytes are taken off."""
         gradients = cycle(torch.ones(8, payload // kind.itemsize, dtype=kind))
         cost = in_a_row(lambda: dist.all_reduce(next(gradients)), few)[1]
         return max(cost - ring_cost, 0.0) / (2 * peers * payload)
@@ -364,8 +369,8 @@ def uneven(short: Call, numel: int, share: float) -> float:
 def in_a_row(
     call: Call, calls: int, usual: Callable[[list[float]], float] = median
 ) -> tuple[float, float]:
-    """Of one call: seconds of the slowest rank, and seconds of cores of all ranks together; the
-    usual stretch counts."""
+    """Cost of one call: seconds of the slowest rank, and seconds of cores of all ranks together;
+    the usual stretch counts."""
     for _ in range(WARM):
         call()
     dist.barrier()
@@ -383,7 +388,7 @@ def in_a_row(
 
 
 def _sum(figure: float) -> float:
-    """Over all ranks."""
+    """Sum over all ranks."""
     every = torch.tensor([figure], dtype=torch.float64)
     dist.all_reduce(every)
     return float(every)

@@ -141,7 +141,7 @@ def racer(lane: Lane) -> Trainee:
             exact_steps=8,
             variance_updates=2,
         )
-        made.optimizer = commpress.overlap(made.wrapped, zero_one)
+        made.optimizer = commpress.overlap(made.wrapped, zero_one)  # type: ignore[arg-type]
         made.finish = zero_one.synchronize
         return made
     codec = None
@@ -206,7 +206,7 @@ def run(rank: int, size: int, lane: Lane, ask: Callable[..., Any]) -> Finish:
         sum(p.numel() for p in made.wrapped.parameters()),
         float(means[0]) / size,
         float(means[1]) / size if before is not None else None,
-        made.state.counters.as_dict() if made.state is not None else {},
+        made.hook.counters.as_dict() if made.hook is not None else {},
     )
 
 
@@ -218,7 +218,7 @@ def schedule(step: int, share: float) -> float:
 
 
 def held_out_loss(trainee: Trainee, rank: int) -> float:
-    """Of this rank's share of the held-out windows, the same for every way."""
+    """Loss on this rank's share of the held-out windows, the same for every way."""
     held_out, draws = trainee.corpus[-HELD_OUT:], torch.Generator().manual_seed(rank)
     parts, length, model = range(WINDOWS // HELD_OUT_BATCH), trainee.load.length, bare(trainee)
     with torch.no_grad():

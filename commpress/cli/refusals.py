@@ -269,7 +269,7 @@ def no_experts(options: argparse.Namespace) -> NoReturn:
 
 def planned_codecs(options: argparse.Namespace) -> None:
     """The codecs that a plan is to choose from."""
-    for way in filter(None, map(str.strip, options.allow.split(","))):
+    for way in options.allow:
         if way not in RINGS and (way != "local" or options.mesh) and not _comes(way, options):
             _found("allow", way, codec_named)
     dims = _found("dims", options.dims, dims_of)

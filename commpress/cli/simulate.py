@@ -12,7 +12,7 @@ from commpress.plan.cluster import Cluster
 from commpress.plan.costs import Costs
 from commpress.plan.grid import RINGS
 from commpress.plan.model import Model
-from commpress.plan.ways import simulate_buffer, simulate_training
+from commpress.plan.ways import Scenario, simulate_buffer
 from commpress.tiered_mem import parse_bytes
 
 LEVELS = "/2"
@@ -61,7 +61,7 @@ def table(
             found = simulate_buffer(cluster, costs, way, numel, layered=layered, calls=3)
         else:
             seconds = 1e-3 * options.compute_ms
-            found = simulate_training(cluster, costs, way, model, seconds, layered=layered)
+            found = Scenario(cluster, costs, model, seconds).step(way, layered=layered)
         rows.append(
             Row(
                 len(cluster.topology.nodes),

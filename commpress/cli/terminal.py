@@ -6,6 +6,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import IO, Any
@@ -89,6 +90,15 @@ def wrapped(text: str, indent: str = "") -> str:
 def say(text: str) -> None:
     """Print a paragraph within 100 columns."""
     print(wrapped(text))
+
+
+def picture(path: str, draw: Callable[[str], object]) -> None:
+    """Draw it and say where it is, or say what is missing."""
+    if find_spec("matplotlib") is None:
+        print("\nno picture: it needs matplotlib (pip install 'commpress[demo]')")
+    else:
+        draw(path)
+        print(f"\npicture: {Path(path).resolve()}")
 
 
 def write_json(path: str, content: Any) -> None:

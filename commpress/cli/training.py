@@ -73,7 +73,7 @@ class Trainee:
         self.corpus = standard_library()
         self.draws = torch.Generator().manual_seed(load.seed * 4096 + dist.get_rank())
         self.sent, self.loss = 0, float("nan")
-        self.state: commpress.CompressedState | None = None  # of a hook of ours
+        self.hook: commpress.CompressedState | None = None  # of ours
         self.finish: Callable[[], object] = lambda: None
 
     def learn(self, windows: Windows) -> float:
@@ -135,7 +135,7 @@ def under_ddp(
         load.model(), gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=size
     )
     made = Trainee(name, ddp, torch.optim.AdamW(ddp.parameters(), lr=lr, fused=True), load)
-    made.state = attach(ddp, name, **options)
+    made.hook = attach(ddp, name, **options)
     return made
 
 

@@ -6,7 +6,7 @@ each keeps for n parameters in float32; activations are not in it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,10 +18,8 @@ from commpress.collectives.allreduce import Workspace
 from commpress.collectives.buckets import Span
 from commpress.collectives.reduce_scatter import Deal, Part, deals, gather_rows, reduce_rows
 from commpress.errors import InvalidArgument
-from commpress.plan.cluster import Cluster
-from commpress.plan.costs import Costs
 from commpress.plan.local_ways import considered
-from commpress.plan.model import Model
+from commpress.plan.model import ModelBucket
 from commpress.plan.network import SizedTransport
 from commpress.plan.simulator import (
     Build,
@@ -31,7 +29,7 @@ from commpress.plan.simulator import (
     simulate_calls,
     simulate_step,
 )
-from commpress.plan.ways import MIN_NUMEL, simulate_training, training_of, widest
+from commpress.plan.ways import MIN_NUMEL, Scenario, widest
 
 # of DDP's gradients, from exact to coarse
 WAYS = (PLAIN, "bf16-ring", "int8", "int4", "sign", "powersgd-4")
@@ -57,16 +55,6 @@ LOCAL_WORTH = 0.25  # of the best step that keeps ranks alike, that local update
 AT_ALL = 0.06
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Seconds are those of one rank on its own."""
-
-    compute_seconds: float
-    bucket_mb: float = 25.0
-    # tier → bytes of one rank, where there is a limit
-    memory: dict[str, float] = field(default_factory=dict)
-
-
 @dataclass
 class Candidate:
     name: str
@@ -89,15 +77,13 @@ class Timed(Protocol):
 S = TypeVar("S", bound=Timed)
 
 
-def candidates(
-    cluster: Cluster, costs: Costs, model: Model, settings: Settings, ways: Sequence[str] = WAYS
-) -> list[Candidate]:
+def candidates(scenario: Scenario, ways: Sequence[str] = WAYS) -> list[Candidate]:
     """All of them, the fastest first; those that do not fit their memory last."""
-    found = [*_ddp(cluster, costs, model, settings, ways), *_local(cluster, costs, model, settings)]
-    if cluster.size <= SHARDED_LIMIT:
-        found += _sharded(cluster, costs, model, settings)
+    found = [*_ddp(scenario, ways), *_local(scenario)]
+    if scenario.cluster.size <= SHARDED_LIMIT:
+        found += _sharded(scenario)
     for one in found:
-        one.fits = all(one.memory.get(tier, 0.0) <= most for tier, most in settings.memory.items())
+        one.fits = all(one.memory.get(tier, 0.0) <= most for tier, most in scenario.memory.items())
     return sorted(found, key=lambda c: (not c.fits, c.seconds))
 
 
@@ -151,9 +137,7 @@ def advised(
     )
 
 
-def plan_of(
-    chosen: Candidate, found: Sequence[Candidate], cluster: Cluster, bucket_mb: float
-) -> Planned:
+def plan_of(chosen: Candidate, found: Sequence[Candidate], scenario: Scenario) -> Planned:
     plain = next(c for c in found if c.codec == PLAIN)
     others = [c for c in found if c.fits and c.codec not in ("", PLAIN)]
     if chosen.codec != PLAIN:
@@ -171,8 +155,8 @@ def plan_of(
         why = "do not compress under DDP: residuals do not fit the memory"
     return Planned(
         chosen.codec,
-        topology=str(cluster.topology) if chosen.layered else None,
-        bucket_mb=bucket_mb,
+        topology=str(scenario.cluster.topology) if chosen.layered else None,
+        bucket_mb=scenario.bucket_mb,
         why=why,
     )
 
@@ -180,24 +164,15 @@ def plan_of(
 # ---------------------------------------------------------------- one candidate
 
 
-def _ddp(
-    cluster: Cluster, costs: Costs, model: Model, settings: Settings, ways: Sequence[str]
-) -> Iterator[Candidate]:
-    n, ranks, nodes = 4.0 * model.numel, cluster.size, cluster.count
+def _ddp(scenario: Scenario, ways: Sequence[str]) -> Iterator[Candidate]:
+    cluster, n = scenario.cluster, 4.0 * scenario.model.numel
+    ranks, nodes = cluster.size, cluster.count
     for way in dict.fromkeys([PLAIN, *ways]):
         codec = None if way in UNCOMPRESSED else codec_named(way)
         low_rank = isinstance(codec, LowRankCodec)
         both = cluster.topology.layered and codec is not None and not low_rank
         for layered in (False, True) if both else (False,):
-            simulated = simulate_training(
-                cluster,
-                costs,
-                way,
-                model,
-                settings.compute_seconds,
-                bucket_mb=settings.bucket_mb,
-                layered=layered,
-            )
+            simulated = scenario.step(way, layered=layered)
             topology = f', topology="{nodes}x{ranks // nodes}"' if layered else ""
             effect = "low rank, delayed" if low_rank else "rounded, delayed"
             call, effect = UNCOMPRESSED.get(way, (f'compress(ddp, "{way}"{topology})', effect))
@@ -214,7 +189,7 @@ def _ddp(
                 effect=effect,
             )
             if way == "sign" and not layered:
-                yield from _one_bit(simulated, model, cluster)
+                yield from _one_bit(simulated, scenario)
 
 
 def _candidate(
@@ -223,10 +198,10 @@ def _candidate(
     return Candidate(name, call, simulated.seconds, simulated.traffic.nbytes, memory, **more)
 
 
-def _one_bit(sign: Simulated, model: Model, cluster: Cluster) -> list[Candidate]:
+def _one_bit(sign: Simulated, scenario: Scenario) -> list[Candidate]:
     """1-bit Adam late in a run, and 0/1 Adam, of which most steps compute alone."""
-    n = 4.0 * model.numel
-    kept = 4 * n + n * (1 + 1 / cluster.size)
+    n = 4.0 * scenario.model.numel
+    kept = 4 * n + n * (1 + 1 / scenario.cluster.size)
     rarely = replace(
         sign,
         seconds=sign.compute_seconds + sign.exposed_seconds / RARELY,
@@ -250,26 +225,24 @@ def _one_bit(sign: Simulated, model: Model, cluster: Cluster) -> list[Candidate]
     ]
 
 
-def _local(cluster: Cluster, costs: Costs, model: Model, settings: Settings) -> Iterator[Candidate]:
+def _local(scenario: Scenario) -> Iterator[Candidate]:
     """Θ and the outer momentum on the host; on the device the change under way, and residuals."""
-    n = 4.0 * model.numel
-    for way, simulated in considered(cluster, costs, model, settings.compute_seconds):
-        kept = n if way.sparse else 2 * n * (1 + 1 / cluster.size)
+    n = 4.0 * scenario.model.numel
+    for way, simulated in considered(scenario):
+        kept = n if way.sparse else 2 * n * (1 + 1 / scenario.cluster.size)
         memory = {"device": 5 * n + kept, "host": n if way.sparse else 2 * n}
         yield _candidate(way.name, way.call, simulated, memory, effect=way.effect, local=True)
 
 
-def _sharded(cluster: Cluster, costs: Costs, model: Model, settings: Settings) -> list[Candidate]:
-    n, ranks, scratch = 4.0 * model.numel, cluster.size, SCRATCH * 1e6 * settings.bucket_mb
-    most = widest(model.buckets(settings.bucket_mb)) + ranks * 64 * len(model.shapes)
-    steps = training_of(model, settings.compute_seconds, settings.bucket_mb)
+def _sharded(scenario: Scenario) -> list[Candidate]:
+    machines, model = (scenario.cluster, scenario.costs), scenario.model
+    n, ranks, scratch = 4.0 * model.numel, scenario.cluster.size, SCRATCH * 1e6 * scenario.bucket_mb
+    most = widest(scenario.buckets) + ranks * 64 * len(model.shapes)
     found = []
     for codec in ("none", "int8"):
-        scatter, gather = (
-            _shards(model, settings.bucket_mb, codec, gather=g) for g in (False, True)
-        )
-        down = simulate_step(cluster, costs, scatter, most, steps)
-        up = simulate_calls(cluster, costs, gather, most)
+        scatter, gather = (_shards(scenario.buckets, codec, gather=g) for g in (False, True))
+        down = simulate_step(*machines, scatter, most, scenario.training)
+        up = simulate_calls(*machines, gather, most)
         seconds, sent = down.seconds + up.seconds, down.traffic.nbytes + up.traffic.nbytes
         tail = "" if codec == "none" else f', codec="{codec}", weights="{codec}"'
         one, two, three = (scratch + sharded_bytes(stage, n, ranks, codec) for stage in (1, 2, 3))
@@ -311,14 +284,14 @@ def sharded_bytes(stage: int, n: float, ranks: int, codec: str) -> float:
     return whole + 3 * n / ranks + lossy * (n / ranks + 2 * n)
 
 
-def _shards(model: Model, bucket_mb: float, codec: str, *, gather: bool) -> Build:
+def _shards(buckets: Sequence[ModelBucket], codec: str, *, gather: bool) -> Build:
     """The reduce-scatter of every bucket, or the all-gather of its weights: the calls that
     ``Partitioned`` makes."""
 
     def build(transport: SizedTransport, workspace: Workspace, buffer: torch.Tensor) -> list[Job]:
         jobs: list[Job] = []
         sequence = 0
-        for bucket in model.buckets(bucket_mb):
+        for bucket in buckets:
             plan = _deals(bucket.spans, transport, codec)
             call: Any = {
                 "plan": plan,

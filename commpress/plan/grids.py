@@ -410,7 +410,7 @@ class _Prediction:
         )
 
     def _pipeline(self, passes: np.ndarray, edges: list[float], count: int) -> float:
-        """With several stages on each rank, they are shorter, and so is what is waited for them."""
+        """Seconds of 1F1B. Several stages on each rank are shorter, and so is the wait for them."""
         forward, backward = passes.tolist()
         took = pipeline_seconds(forward, backward, edges, count)
         steady = count * float(passes.sum(axis=0).max())

@@ -16,8 +16,6 @@ from commpress.collectives.allreduce import Workspace
 from commpress.collectives.buckets import MESSAGE
 from commpress.collectives.frame import HEADER
 from commpress.optim.rounds import NUMBERS
-from commpress.plan.cluster import Cluster
-from commpress.plan.costs import Costs
 from commpress.plan.model import Model, bucket_of
 from commpress.plan.network import SizedTransport
 from commpress.plan.simulator import (
@@ -28,7 +26,7 @@ from commpress.plan.simulator import (
     compute_seconds,
     simulate_step,
 )
-from commpress.plan.ways import reducing
+from commpress.plan.ways import Scenario, reducing
 from commpress.schedules import Hidden, Pace
 from commpress.work import Steps, overlapped
 
@@ -81,13 +79,12 @@ class LocalWay:
         return f"another loss{said}"
 
 
-def simulate_local(
-    cluster: Cluster, costs: Costs, model: Model, seconds: float, way: LocalWay
-) -> Simulated:
+def simulate_local(scenario: Scenario, way: LocalWay) -> Simulated:
     """Means over a round: seconds of a step, and bytes of one."""
-    beside = Training(0.0, way.overlap * seconds, PASSES * model.numel * costs.memory, (0.0, 1.0))
-    round_ = simulate_step(cluster, costs, exchange_by(way, model), model.numel, beside, limit=2)
-    alone = compute_seconds(cluster, costs, Training(0.0, seconds, 0.0, (1.0,)))
+    machines, model, seconds = (scenario.cluster, scenario.costs), scenario.model, scenario.seconds
+    beside = Training(0.0, way.overlap * seconds, _outer(scenario), (0.0, 1.0))
+    round_ = simulate_step(*machines, exchange_by(way, model), model.numel, beside, limit=2)
+    alone = compute_seconds(*machines, Training(0.0, seconds, 0.0, (1.0,)))
     total = round_.seconds + (way.every - way.overlap) * alone
     return replace(
         round_,
@@ -95,6 +92,11 @@ def simulate_local(
         compute_seconds=alone,
         traffic=round_.traffic.over(way.every),
     )
+
+
+def _outer(scenario: Scenario) -> float:
+    """Seconds of the change, the outer step and the merge."""
+    return PASSES * scenario.model.numel * scenario.costs.memory
 
 
 def exchange_by(way: LocalWay, model: Model) -> Build:
@@ -138,24 +140,21 @@ def _nothing() -> Steps[None]:
     yield from ()
 
 
-def considered(
-    cluster: Cluster, costs: Costs, model: Model, seconds: float
-) -> list[tuple[LocalWay, Simulated]]:
+def considered(scenario: Scenario) -> list[tuple[LocalWay, Simulated]]:
     """Ways that a plan weighs: each codec standing still for its exchange, and the finest whose
     hidden round is no long one."""
     found, hidden, schedule = [], list[LocalWay](), Hidden()
     for codec in CODECS:
         way = LocalWay(codec)
-        if way.sparse and cluster.size > SPARSE_RANKS:
+        if way.sparse and scenario.cluster.size > SPARSE_RANKS:
             continue
-        simulated = simulate_local(cluster, costs, model, seconds, way)
+        simulated = simulate_local(scenario, way)
         found.append((way, simulated))
         stands = (simulated.seconds - simulated.compute_seconds) * way.every
-        pace = Pace(simulated.compute_seconds, stands, PASSES * model.numel * costs.memory)
-        steps = schedule.needed(pace)
+        steps = schedule.needed(Pace(simulated.compute_seconds, stands, _outer(scenario)))
         hidden.append(LocalWay(codec, steps, steps))
     best = next(
         (way for way in hidden if way.every <= schedule.long),
         min(hidden, key=lambda way: way.every),
     )
-    return [*found, (best, simulate_local(cluster, costs, model, seconds, best))]
+    return [*found, (best, simulate_local(scenario, best))]

@@ -4,7 +4,9 @@
 level, or in two with ``layered``. Policies are accepted where codecs are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeGuard
 
 import torch
@@ -48,21 +50,32 @@ def simulate_buffer(
     return simulate_calls(cluster, costs, build, numel, **run)
 
 
-def simulate_training(
-    cluster: Cluster,
-    costs: Costs,
-    way: Way,
-    model: Model,
-    seconds: float,
-    *,
-    bucket_mb: float = 25.0,
-    layered: bool = False,
-) -> Simulated:
-    """A step under DDP, which one rank alone computes in so many seconds."""
-    training = training_of(model, seconds, bucket_mb)
-    return simulate_buckets(
-        cluster, costs, way, model.buckets(bucket_mb), training, layered=layered
-    )
+@dataclass(frozen=True)
+class Scenario:
+    """A model that is trained on a cluster."""
+
+    cluster: Cluster
+    costs: Costs
+    model: Model
+    seconds: float  # of a step of one rank on its own
+    bucket_mb: float = 25.0
+    # tier → bytes of one rank, where there is a limit
+    memory: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def buckets(self) -> list[ModelBucket]:
+        return self.model.buckets(self.bucket_mb)
+
+    @property
+    def training(self) -> Training:
+        """A third forward, two thirds backward, of what the optimizer leaves: about a twentieth."""
+        both, shares = 0.95 * self.seconds, self.model.shares(self.bucket_mb)
+        return Training(both / 3, both * 2 / 3, 0.05 * self.seconds, shares)
+
+    def step(self, way: Way, *, layered: bool = False) -> Simulated:
+        """A step under DDP."""
+        machines = self.cluster, self.costs
+        return simulate_buckets(*machines, way, self.buckets, self.training, layered=layered)
 
 
 def simulate_buckets(
@@ -79,13 +92,6 @@ def simulate_buckets(
     build = reducing(way, buckets, layered=layered, min_numel=min_numel)
     limit = ALONE if _is_ring(way) else 1 if layered else AT_ONCE
     return simulate_step(cluster, costs, build, widest(buckets), training, limit=limit)
-
-
-def training_of(model: Model, seconds: float, bucket_mb: float) -> Training:
-    """A third forward, two thirds backward, of what the optimizer leaves: about a twentieth."""
-    return Training(
-        0.95 * seconds / 3, 0.95 * seconds * 2 / 3, 0.05 * seconds, model.shares(bucket_mb)
-    )
 
 
 def widest(buckets: Sequence[ModelBucket]) -> int:

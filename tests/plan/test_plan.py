@@ -16,11 +16,12 @@ from commpress.errors import InvalidArgument
 from commpress.integrations.process_group.group_options import group_options_from
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.outer import SparseLoCo
-from commpress.plan.candidates import WAYS, Settings, advised, candidates, plan_of, recommended
+from commpress.plan.candidates import WAYS, advised, candidates, plan_of, recommended
 from commpress.plan.cluster import Cluster, Node, measured_cluster
 from commpress.plan.costs import device_costs
 from commpress.plan.local_ways import LocalWay, considered, simulate_local
 from commpress.plan.model import Model, Shape, transformer
+from commpress.plan.ways import Scenario
 from commpress.schedules import Hidden
 from commpress.units import parse_link
 
@@ -36,8 +37,12 @@ def cluster(link, nodes=4, ranks=1):
     return Cluster(Node(ranks, rate, inside=1e11), nodes, latency=latency)
 
 
+def scenario(link, model=MODEL, seconds=0.1, **options):
+    return Scenario(cluster(link), COSTS, model, seconds, **options)
+
+
 def found(link, **options):
-    return candidates(cluster(link), COSTS, MODEL, Settings(0.1, **options))
+    return candidates(scenario(link, **options))
 
 
 def test_a_slow_link_wants_compression_and_a_fast_one_none():
@@ -45,7 +50,7 @@ def test_a_slow_link_wants_compression_and_a_fast_one_none():
     assert recommended(slow).codec == "int4"
     assert recommended(slow, WAYS).codec in ("sign", "powersgd-4")
     assert recommended(fast).codec == "plain"
-    plan = plan_of(recommended(fast), fast, cluster("none,1us"), 25.0)
+    plan = plan_of(recommended(fast), fast, scenario("none,1us"))
     assert not plan.compresses
     assert plan.why.startswith("do not compress")
     names = {c.name: c for c in slow}
@@ -119,19 +124,18 @@ def test_bytes_of_a_round_are_those_of_local_updates(compiled, codec):
     for _ in range(4):
         simulate([local.steps() for local in every])
     model = Model(tuple(Shape(*shape) for shape in shapes))
-    planned = simulate_local(cluster("1gbit"), COSTS, model, 0.1, LocalWay(codec, every=2))
+    planned = simulate_local(scenario("1gbit", model), LocalWay(codec, every=2))
     assert 2 * planned.traffic.nbytes == pytest.approx(every[0].counters.sent_bytes / 2, rel=1e-3)
 
 
 def test_an_overlapped_exchange_is_exposed_where_it_is_longer():
-    model, slow = transformer(11_000_000), cluster("10mbit,20ms")
-    still, late = (
-        simulate_local(slow, COSTS, model, 0.06, LocalWay("bits2", overlap=n)) for n in (0, 29)
-    )
+    model = transformer(11_000_000)
+    slow, fast = (scenario(link, model, 0.06) for link in ("10mbit,20ms", "1gbit,20ms"))
+    still, late = (simulate_local(slow, LocalWay("bits2", overlap=n)) for n in (0, 29))
     exchange = 30 * (still.seconds - still.compute_seconds)
     assert 3.2 < exchange < 4.2, "2(K-1)/K times 2.3 bits"
     assert 30 * late.seconds == pytest.approx(max(exchange, 29 * 0.06) + 0.06, rel=0.02)
-    quick = simulate_local(cluster("1gbit,20ms"), COSTS, model, 0.06, LocalWay("bits2", overlap=5))
+    quick = simulate_local(fast, LocalWay("bits2", overlap=5))
     assert quick.seconds < 1.03 * quick.compute_seconds
 
 
@@ -143,14 +147,14 @@ def test_an_overlapped_exchange_is_exposed_where_it_is_longer():
     ],
 )
 def test_the_smallest_round_that_hides_its_exchange_is_planned(link, call):
-    model, links = transformer(11_000_000), cluster(link)
-    *_, (hidden, simulated) = considered(links, COSTS, model, 0.06)
+    links = scenario(link, transformer(11_000_000), 0.06)
+    *_, (hidden, simulated) = considered(links)
     assert hidden.hidden
     assert hidden.call == call
     assert hidden.every <= Hidden().long
     hides = 1.12 * simulated.compute_seconds
     shorter = LocalWay(hidden.codec, hidden.every // 2, hidden.every // 2)
-    assert simulated.seconds < hides < simulate_local(links, COSTS, model, 0.06, shorter).seconds
+    assert simulated.seconds < hides < simulate_local(links, shorter).seconds
 
 
 def test_the_fastest_come_first_and_what_does_not_fit_last():

@@ -7,10 +7,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import commpress
-from commpress.plan.candidates import SCRATCH, Settings, candidates, sharded_bytes
+from commpress.plan.candidates import SCRATCH, candidates, sharded_bytes
 from commpress.plan.cluster import Cluster, Node
 from commpress.plan.costs import device_costs
 from commpress.plan.model import transformer
+from commpress.plan.ways import Scenario
 from variants import few
 from zero_twin import tensor_bytes, without_older_objects
 
@@ -59,14 +60,10 @@ def test_sharded_candidates_keep_what_ranks_have(pool, stage, codec):
 
 
 def test_on_64_ranks_compression_keeps_as_much_as_the_whole_model():
-    cluster, settings = Cluster(Node(1, 1e9, inside=1e11), 64, latency=1e-4), Settings(1.0)
-    found = {
-        c.name: c
-        for c in candidates(
-            cluster, device_costs(2e10), transformer(350_000_000), settings, ("sign",)
-        )
-    }
-    numel, scratch = transformer(350_000_000).numel, SCRATCH * 1e6 * settings.bucket_mb
+    cluster, model = Cluster(Node(1, 1e9, inside=1e11), 64, latency=1e-4), transformer(350_000_000)
+    scenario = Scenario(cluster, device_costs(2e10), model, 1.0)
+    found = {c.name: c for c in candidates(scenario, ("sign",))}
+    numel, scratch = model.numel, SCRATCH * 1e6 * scenario.bucket_mb
     assert found["ZeRO-3 none"].memory["device"] == pytest.approx(
         16 * numel / 64 + scratch, rel=0.02
     )

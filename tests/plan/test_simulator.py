@@ -24,7 +24,7 @@ from commpress.plan.cluster import Cluster, Node, measured_cluster
 from commpress.plan.costs import Cost, Costs, SizedKernels, device_costs
 from commpress.plan.model import Model, Shape, bucket_of, transformer
 from commpress.plan.simulator import Job, Training, simulate_calls
-from commpress.plan.ways import simulate_buckets, simulate_buffer, simulate_training
+from commpress.plan.ways import Scenario, simulate_buckets, simulate_buffer
 from commpress.units import parse_link, parse_nodes
 
 FREE = Costs({0: Cost(0.0, 0.0, 0.0)}, 0.0, 0.0, 0.0)  # arithmetic that takes no time
@@ -133,7 +133,7 @@ def test_cores_of_one_machine_are_shared():
 def test_backward_hides_what_it_can():
     model = transformer(300_000)
     fast, slow = (
-        simulate_training(of(4, 1, nic=nic), FREE, "plain", model, 0.3, bucket_mb=0.5)
+        Scenario(of(4, 1, nic=nic), FREE, model, 0.3, bucket_mb=0.5).step("plain")
         for nic in (1e9, 1e6)
     )
     assert fast.compute_seconds == slow.compute_seconds == pytest.approx(0.3)
