@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from commpress.codecs.codec import Codec
 from commpress.codecs.family import EXACT
 from commpress.codecs.policy import Policy
 from commpress.codecs.whole_tensors import LowRankCodec
-from commpress.collectives.allreduce import NumberedCall, Outcome, reduce_message
+from commpress.collectives.allreduce import Call, Outcome, reduce_message
 from commpress.collectives.buckets import PIECE, Message, Span, one_message
 from commpress.collectives.frame import HEADER
 from commpress.errors import StateMismatch
@@ -168,33 +168,24 @@ def check_basis(name: str, mine: torch.Tensor, theirs: torch.Tensor) -> None:
 def reduce_matrices(
     buffer: torch.Tensor,
     feedback: ErrorFeedback | None,
-    *,
     plan: MatrixPlan,
+    call: Call,
     mean: Mean | None = None,
-    **call: Unpack[NumberedCall],
 ) -> Steps[Outcome]:
     """Replace the matrices in ``buffer`` by the approximation of their mean; ``commit`` or
     ``discard`` the outcome.
 
-    Uses ``MESSAGES`` sequence numbers. ``key`` must be the same on every rank. ``asks``: see
-    ``reduce_message``. ``mean`` averages a factor over all ranks in place and returns whether it
-    was finite.
+    Uses ``MESSAGES`` sequence numbers. ``mean`` averages a factor over all ranks in place and
+    returns whether it was finite.
     """
-    workspace, sequence, gain = call["workspace"], call["sequence"], call.get("gain", 1.0)
+    workspace, sequence, gain = call.workspace, call.sequence, call.gain
     kernels, matrices, p, q = low_rank_arithmetic(buffer.device), plan.matrices, plan.p, plan.q
     proposed, asked = workspace.propose(plan.message, feedback, buffer.device), False
 
     def flat(factor: torch.Tensor, message: Message, number: int) -> Steps[bool]:
         nonlocal asked
-        outcome = yield from reduce_message(
-            factor,
-            None,
-            message=message,
-            transport=call["transport"],
-            workspace=workspace,
-            sequence=number,
-            asks=call.get("asks", False),
-        )
+        plain = Call(call.transport, workspace, number, asks=call.asks)
+        outcome = yield from reduce_message(factor, None, message, plain)
         asked |= outcome.asks
         return outcome.finite
 
@@ -215,7 +206,7 @@ def reduce_matrices(
     if finite:
         start = perf_counter()
         kernels.expand(p, q, buffer, matrices, gain=1.0 / gain)
-        kernels.orthonormalize_right(q, matrices, call.get("key", 0))
+        kernels.orthonormalize_right(q, matrices, call.key)
         workspace.decoded(start)
     if feedback is None:
         workspace.give_residual(plan.message, proposed)
@@ -262,6 +253,5 @@ def _residuals(names: Sequence[str], matrices: Matrices, ranks: int, spec: str) 
             lines.append((source, numel, width, LOW_RANK, 0, 0, 0, place, shard, line[MARK]))
             shard += width
     table = np.array(lines, np.int64).reshape(-1, 10)
-    return Message(
-        tuple(keys), Pieces(table, ranks, 0, matrices.numel, matrices.numel, shard, False), spec, 0
-    )
+    pieces = Pieces(table, ranks, 0, matrices.numel, matrices.numel, shard, False)
+    return Message(tuple(keys), pieces, spec, 0, pieces)

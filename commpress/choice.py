@@ -1,7 +1,7 @@
 """Choice: the codecs of each step, alike on all ranks.
 
-    choice.at(step, peers)     says how the step that begins sends its gradients
-    choice.looks(step)         says whether buckets of this step are to be observed
+    choice.at(step, peers)     says how the step that begins sends its gradients, whether its
+                               buckets are to be observed, and until when nobody need ask again
     choice.observe(seen)       takes in one of them, as this rank sent it
     choice.state()             is what ranks that join, or a run that goes on, must know of it
 
@@ -13,6 +13,7 @@ sends nothing compressed (``Now.policy`` is None), what earlier steps left behin
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -51,6 +52,8 @@ class Now(NamedTuple):
 
     policy: Policy | None
     exact: bool = False
+    looks: bool = False  # its buckets are to be observed
+    until: float = 0.0  # the step before which the answer stays the same
 
 
 class Seen(NamedTuple):
@@ -73,13 +76,15 @@ class Choice:
 
     def at(self, step: int, peers: Peers, *, aborted: bool = False) -> Now:
         """The codecs of the step that begins; collective. ``aborted``: the last backward was."""
-        return Now(self.usual, exact=step < self.start)
+        exact = step < self.start
+        return Now(self.usual, exact, until=self.start if exact else inf)
 
     def looks(self, step: int) -> bool:
+        """True if buckets of this step are to be observed, as ``at`` says."""
         return False
 
     def observe(self, step: int, seen: Seen) -> None:
-        """Take in a bucket of a step that ``looks``, which was finite."""
+        """Take in a bucket of a step to be observed, which was finite."""
 
     def state(self) -> dict[str, Any]:
         """Plain data that ranks have in common."""
@@ -157,7 +162,8 @@ class Auto(Choice):
         if not aborted:
             (self._watch if self.method else self._try)(step, peers)
         method = self.method or self.turn(self._step - 1)
-        return Now(None if method == PLAIN else self._named(method))
+        policy = None if method == PLAIN else self._named(method)
+        return Now(policy, looks=self.looks(step))
 
     def _try(self, step: int, peers: Peers) -> None:
         """The next step of the trial begins, or the first after it."""
@@ -356,7 +362,7 @@ class Layered(Choice):
     def at(self, step: int, peers: Peers, *, aborted: bool = False) -> Now:
         if self._errors:
             self._decide(step - 1, peers)
-        return super().at(step, peers)
+        return Now(self.usual, exact=step < self.start, looks=self.looks(step))
 
     def _decide(self, step: int, peers: Peers) -> None:
         names, wanted = sorted(self._errors), self.wanted
@@ -408,7 +414,8 @@ class Alarmed(Choice):
         now = self.inner.at(step, peers, aborted=aborted)
         if not aborted and self.alarm.due(step - 1 - self.start):
             self.alarm.look(peers, step - 1)
-        return Now(self._then) if self.alarm.way else now
+        now = Now(self._then) if self.alarm.way else now
+        return now._replace(looks=self.looks(step), until=0.0)
 
     def looks(self, step: int) -> bool:
         return self.inner.looks(step) or self.alarm.due(step - self.start)

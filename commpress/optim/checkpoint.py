@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 import torch
 
 from commpress.codecs.family import EXACT
-from commpress.collectives.allreduce import reduce_message
+from commpress.collectives.allreduce import Call, reduce_message
 from commpress.collectives.buckets import PIECE, one_message
 from commpress.collectives.reduce_scatter import Scatter
 from commpress.collectives.residual_state import (
@@ -82,9 +82,9 @@ def elastic(optimizer: "CompressedOptimizer", state: dict[str, Any]) -> Steps[di
             mean,
             None,
             message=message,
-            transport=channel.transport,
-            workspace=channel.workspace,
-            sequence=channel.take(),
+            call=Call(
+                transport=channel.transport, workspace=channel.workspace, sequence=channel.take()
+            ),
         )
     if optimizer.divided:
         part["waiting"] = means if channel.rank == 0 else {}
