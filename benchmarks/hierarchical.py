@@ -28,7 +28,7 @@ from commpress.cli.option_groups import add_topology, option
 from commpress.cli.probe import on_nodes
 from commpress.cli.reduced import LADDER, TwoLevel, trials
 from commpress.codecs import codec_named
-from commpress.collectives.links import choose
+from commpress.collectives.levels import choose
 from commpress.collectives.measured_links import Links, load_links
 from commpress.errors import InvalidArgument
 from commpress.kernels.pieces import width_of

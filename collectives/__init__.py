@@ -10,10 +10,9 @@ if TYPE_CHECKING:
     from commpress.collectives.allreduce import Outcome, Workspace, compressed_allreduce
     from commpress.collectives.change import Change
     from commpress.collectives.channel import Channel
-    from commpress.collectives.exchange import Exchange, Exchanges, Reduce, ReduceInLevels
+    from commpress.collectives.exchange import Exchange, Exchanges, Reduce, ReduceInLevels, Round
     from commpress.collectives.measured_links import Links, load_links
     from commpress.collectives.reduce_scatter import Scatter
-    from commpress.collectives.round import Round
     from commpress.collectives.topology import Topology
     from commpress.collectives.transports.factory import own_transport
     from commpress.collectives.transports.loopback import Loopback, simulate
@@ -53,9 +52,8 @@ __getattr__ = lazily(
         "allreduce": ("Outcome", "Workspace", "compressed_allreduce"),
         "change": ("Change",),
         "channel": ("Channel",),
-        "exchange": ("Exchange", "Exchanges", "Reduce", "ReduceInLevels"),
+        "exchange": ("Exchange", "Exchanges", "Reduce", "ReduceInLevels", "Round"),
         "measured_links": ("Links", "load_links"),
-        "round": ("Round",),
         "reduce_scatter": ("Scatter",),
         "topology": ("Topology",),
         "transports.factory": ("own_transport",),

@@ -13,8 +13,9 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
-from typing import Any, Required, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,14 +88,13 @@ class Workspace:
         if self.timeline is not None:
             self.timeline.span("decode", start, end)
 
-    def rows_of(self, message: Message, rows: int, device: torch.device) -> torch.Tensor:
-        return self.rows(HEADER + message.pieces.row_bytes, rows, device)
-
     def rows(self, size: int, rows: int, device: torch.device) -> torch.Tensor:
         if self.pooled:
             return self.lend(rows * size, torch.uint8, device).view(rows, size)
         free = self._free[rows, size, device]
-        return free.pop().take() if free else self.new_rows(size, rows, device)
+        if free:
+            return free.pop().take()
+        return self.new_rows(size, rows, device)
 
     def new_rows(self, size: int, rows: int, device: torch.device) -> torch.Tensor:
         return torch.zeros(rows, size, dtype=torch.uint8, device=device)
@@ -252,55 +252,43 @@ def compressed_allreduce(
     message = one_message(
         buffer.numel(), codec_named(codec), transport.size, feedback=feedback is not None
     )
-    outcome = yield from reduce_message(
-        buffer,
-        feedback,
-        message=message,
-        transport=transport,
-        workspace=Workspace(),
-        sequence=sequence,
-        key=sequence,
-    )
+    call = Call(transport, Workspace(), sequence, sequence)
+    outcome = yield from reduce_message(buffer, feedback, message, call)
     if outcome.finite:
         outcome.commit()
     return outcome.finite
 
 
-class Call(TypedDict, total=False):
-    """Arguments that are the same for all messages of a buffer; see ``reduce_message``."""
+class Call(NamedTuple):
+    """Arguments of the exchange of one message."""
 
-    transport: Required[Transport]
-    workspace: Required[Workspace]
-    key: int
-    gain: float
-    asks: bool
+    transport: Transport
+    workspace: Workspace
+    sequence: int = 0
+    key: int = 0  # seeds stochastic codecs; rank and direction are mixed in
+    # multiplies the input and divides the result: with 1 / loss scale, residuals are in unscaled
+    # units
+    gain: float = 1.0
+    scale: float = 1.0  # multiplies the input alone, for sums in place of means
+    divisor: float = 0.0  # of the sum over the ranks; 0: their number
+    # travels in the headers: the outcome's ``asks`` is true if any rank asked
+    asks: bool = False
 
-
-class NumberedCall(Call, total=False):
-    """Arguments of one exchange."""
-
-    sequence: Required[int]
-
-
-class ScaledCall(NumberedCall, total=False):
-    """Arguments of one mean, or of one sum."""
-
-    scale: float
-    divisor: float
+    def after(self, count: int) -> "Call":
+        """Return the call that is ``count`` sequence numbers later."""
+        return self._replace(sequence=self.sequence + count)
 
 
 def reduce_bucket(
     buffer: torch.Tensor,
     feedbacks: Sequence[ErrorFeedback | None],
-    *,
     messages: Sequence[Message],
-    sequence: int,
-    **call: Unpack[Call],
+    call: Call,
 ) -> Steps[list[Outcome]]:
-    """Average all messages of one bucket, pipelined; ``sequence`` is the number of the first."""
+    """Average all messages of one bucket, pipelined, numbered from ``call`` on."""
     return overlapped(
         (
-            reduce_message(buffer, feedback, message=message, sequence=sequence + i, **call)
+            reduce_message(buffer, feedback, message, call.after(i))
             for i, (message, feedback) in enumerate(zip(messages, feedbacks, strict=True))
         ),
         limit=ALONGSIDE,
@@ -308,75 +296,36 @@ def reduce_bucket(
 
 
 def reduce_message(
-    buffer: torch.Tensor,
-    feedback: ErrorFeedback | None,
-    *,
-    message: Message,
-    **call: Unpack[ScaledCall],
+    buffer: torch.Tensor, feedback: ErrorFeedback | None, message: Message, call: Call
 ) -> Steps[Outcome]:
-    """Average one message: encode, exchange, average, encode, gather, decode.
-
-    ``gain`` multiplies the input and divides the result: with gain = 1 / loss scale, residuals are
-    in unscaled units. ``scale`` multiplies the input alone, for sums in place of means; ``divisor``
-    as for ``average_rows``. ``key`` seeds stochastic codecs; rank and direction are mixed in.
-    ``asks`` travels in the headers; the outcome's ``asks`` is true if any rank asked.
-    """
-    rows, outcome = yield from average_rows(buffer, feedback, message=message, **call)
-    workspace, start = call["workspace"], perf_counter()
+    """Average one message: encode, exchange, average, encode, gather, decode."""
+    rows, outcome = yield from average_rows(buffer, feedback, message, call)
+    workspace, mean, start = call.workspace, message.mean, perf_counter()
     if outcome.finite:
-        gain = 1.0 / call.get("gain", 1.0)
-        arithmetic(buffer.device, message.mean).decode(
-            rows[:, HEADER:], buffer, message.mean, gain=gain
-        )
+        kernels = arithmetic(buffer.device, mean)
+        kernels.decode(rows[:, HEADER:], buffer, mean, gain=1.0 / call.gain)
     workspace.decoded(start)
     workspace.give_rows(rows)
     return outcome
 
 
 def average_rows(
-    buffer: torch.Tensor,
-    feedback: ErrorFeedback | None,
-    *,
-    message: Message,
-    **call: Unpack[ScaledCall],
+    buffer: torch.Tensor, feedback: ErrorFeedback | None, message: Message, call: Call
 ) -> Steps[tuple[torch.Tensor, Outcome]]:
     """Average one message as ``reduce_message`` does, but return the rows of the average still
-    encoded.
-
-    The average is the sum over the ranks divided by ``divisor`` (0: by their number). Give the rows
-    back to the workspace.
-    """
-    transport, workspace, sequence = call["transport"], call["workspace"], call["sequence"]
-    key, divisor, gain = (
-        call.get("key", 0),
-        call.get("divisor", 0.0),
-        call.get("gain", 1.0) * call.get("scale", 1.0),
-    )
-    pieces, device, ranks = message.pieces, buffer.device, transport.size
+    encoded. Give the rows back to the workspace."""
+    transport, workspace, divisor = call.transport, call.workspace, call.divisor
+    rank, ranks, device = transport.rank, transport.size, buffer.device
+    pieces, back = message.pieces, HEADER + message.mean.row_bytes
     kernels = arithmetic(device, pieces)
-    outbox, inbox = (
-        workspace.rows_of(message, ranks, device),
-        workspace.rows_of(message, ranks, device),
-    )
-    back = HEADER + message.mean.row_bytes
+    outbox = workspace.rows(HEADER + pieces.row_bytes, ranks, device)
+    inbox = workspace.rows(HEADER + pieces.row_bytes, ranks, device)
     reply, every = workspace.rows(back, 1, device), outbox
-    if message.back is not None:
+    if message.mean is not pieces:
         every = workspace.rows(back, ranks, device)
     late = LateHeaders(transport) if reads_late(device, transport, workspace) else None
     flags, old, new = yield from encode_and_send(
-        buffer,
-        outbox[:, HEADER:],
-        outbox,
-        inbox,
-        feedback,
-        message=message,
-        transport=transport,
-        workspace=workspace,
-        sequence=sequence,
-        key=key,
-        gain=gain,
-        asks=call.get("asks", False),
-        late=late,
+        buffer, outbox[:, HEADER:], outbox, inbox, feedback, message, call, late
     )
 
     start = perf_counter()
@@ -387,37 +336,28 @@ def average_rows(
     )
     asked = flag & ASKS
     flag &= NOT_FINITE
-    seed, row = noise(key, transport.rank, 1), reply[:, HEADER:]
-    owed: dict[str, Any] = {
-        "residual": old and old.reduced,
-        "residual_scale": old and old.reduced_scale,
-        "new_residual": new and new.reduced,
-        "new_scale": new and new.reduced_scale,
-    }
-    if message.back is None:
-        kernels.serve(
-            inbox[:, HEADER:], row, flag, pieces, transport.rank, divisor=divisor, key=seed, **owed
-        )
+    seed, row = noise(call.key, rank, 1), reply[:, HEADER:]
+    owed = {} if old is None or new is None else old.serving(new)
+    if message.mean is pieces:
+        kernels.serve(inbox[:, HEADER:], row, flag, pieces, rank, divisor=divisor, key=seed, **owed)
     else:
         scratch = workspace.rows(4 * pieces.shard, 1, device)
         mean = scratch.view(torch.float32).view(-1)
-        kernels.decode_mean(inbox[:, HEADER:], mean, pieces, transport.rank)
         factor = ranks / divisor if divisor else 1.0
-        kernels.encode(
-            mean, row, flag, own_row(message.mean, transport.rank), gain=factor, key=seed, **owed
-        )
+        kernels.decode_mean(inbox[:, HEADER:], mean, pieces, rank)
+        own = own_row(message.mean, rank)
+        kernels.encode(mean, row, flag, own, gain=factor, key=seed, **owed)
         workspace.give_rows(scratch)
     workspace.encoded(start)
-    frame = Frame(ALL_GATHER, ranks, message.codec, pieces.numel, sequence, message.label)
+    frame = Frame(ALL_GATHER, ranks, message.codec, pieces.numel, call.sequence, message.label)
     flags = yield from exchange(
         transport.all_gather, every, reply, frame, flag | asked, transport, workspace, late=late
     )
     if late is not None:
         flags = late.read()
     workspace.give_rows(inbox, reply, *(() if every is outbox else (outbox,)))
-    return every, Outcome(
-        message, not flags & NOT_FINITE, old, new, workspace, asks=bool(flags & ASKS)
-    )
+    finite, asks = not flags & NOT_FINITE, bool(flags & ASKS)
+    return every, Outcome(message, finite, old, new, workspace, asks=asks)
 
 
 def encode_and_send(
@@ -426,14 +366,8 @@ def encode_and_send(
     outbox: torch.Tensor,
     inbox: torch.Tensor,
     feedback: ErrorFeedback | None,
-    *,
     message: Message,
-    transport: Transport,
-    workspace: Workspace,
-    sequence: int,
-    key: int = 0,
-    gain: float = 1.0,
-    asks: bool = False,
+    call: Call,
     late: LateHeaders | None = None,
 ) -> Steps[tuple[int, ErrorFeedback | None, ErrorFeedback | None]]:
     """Encode ``buffer`` plus its residual into ``codes``, a view of ``outbox``, and send each rank
@@ -442,19 +376,23 @@ def encode_and_send(
     Returns the flags that any rank has set (see ``exchange``), and the residuals before and after,
     if the message has any.
     """
+    transport, workspace, key, rank = call.transport, call.workspace, call.key, call.transport.rank
     pieces, device = message.pieces, buffer.device
-    old = feedback if feedback is not None and pieces.residual_numel else None
+    old = feedback if pieces.residual_numel else None
     new = workspace.propose(message, old, device) if old is not None else None
     flag = torch.zeros(1, dtype=torch.uint8, device=device)
-    start, kernels, seed = perf_counter(), arithmetic(device, pieces), noise(key, transport.rank, 0)
+    start, gain, seed = perf_counter(), call.gain * call.scale, noise(key, rank, 0)
+    encode = partial(arithmetic(device, pieces).encode, buffer, codes, flag, pieces)
     if old is None or new is None:
-        kernels.encode(buffer, codes, flag, pieces, gain=gain, key=seed)
+        encode(gain=gain, key=seed)
     else:
-        with old.encoding(new, workspace, key=noise(key, transport.rank, 2)) as owed:
-            kernels.encode(buffer, codes, flag, pieces, gain=gain, key=seed, **owed)
+        with old.encoding(new, workspace, key=noise(key, rank, 2)) as owed:
+            encode(gain=gain, key=seed, **owed)
     workspace.encoded(start)
-    frame = Frame(ALL_TO_ALL, transport.size, message.codec, pieces.numel, sequence, message.label)
-    mark = flag | ASKS if asks else flag
+    frame = Frame(
+        ALL_TO_ALL, transport.size, message.codec, pieces.numel, call.sequence, message.label
+    )
+    mark = flag | ASKS if call.asks else flag
     flags = yield from exchange(
         transport.all_to_all, inbox, outbox, frame, mark, transport, workspace, late=late
     )

@@ -9,6 +9,7 @@ resumed run may start with other buckets, without changing a bit.
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ from commpress.codecs.codec import Codec
 from commpress.codecs.family import EXACT
 from commpress.codecs.policy import Policy
 from commpress.codecs.whole_tensors import WholeTensorCodec
-from commpress.kernels.pieces import Piece, Pieces, cut, width_of
+from commpress.kernels.pieces import KIND, NUMEL, Piece, Pieces, cut, width_of
+from commpress.kernels.reference import FP32
 from commpress.kernels.registered import known
 
 PIECE = 1 << 22  # elements of the longest piece
@@ -41,12 +43,13 @@ class Message:
     pieces: Pieces
     codec: str  # the codecs in use, for the header
     label: int  # CRC of keys and lengths: with ranks and codecs it decides the bytes of a row
-    back: Pieces | None = None  # layout of the mean's rows, if they travel in another codec
+    # layout of the mean's rows: the same elements, in the codecs that bring them back
+    mean: Pieces
 
-    @property
-    def mean(self) -> Pieces:
-        """Layout of the mean's rows: the same elements, in the codecs that bring them back."""
-        return self.pieces if self.back is None else self.back
+    @cached_property
+    def exact(self) -> int:
+        """Number of elements that travel as float32."""
+        return int(self.pieces.table[self.pieces.table[:, KIND] == FP32, NUMEL].sum())
 
 
 def messages(
@@ -74,8 +77,9 @@ def messages(
             label = zlib.crc32(
                 "\n".join(f"{name}@{offset}+{p.numel}" for (name, offset), p in lengths).encode()
             )
-            back = _back(pieces, codecs, ranks) if kind[0] else None
-            result.append(Message(tuple(keys), cut(pieces, ranks), describe(codecs), label, back))
+            there = cut(pieces, ranks)
+            back = _back(pieces, codecs, ranks) if kind[0] else there
+            result.append(Message(tuple(keys), there, describe(codecs), label, back))
         keys, pieces, codecs, held = [], [], [], 0
 
     for span in spans:
@@ -106,8 +110,9 @@ def one_message(
     piece = Piece(
         0, numel, codec.kind, codec.block, mark, feedback and codec.feedback and not codec.lossless
     )
-    back = _back([piece], [codec], ranks) if codec.back != codec else None
-    return Message(((name, 0),), cut([piece], ranks), codec.spec, mark, back)
+    there = cut([piece], ranks)
+    back = _back([piece], [codec], ranks) if codec.back != codec else there
+    return Message(((name, 0),), there, codec.spec, mark, back)
 
 
 def _back(pieces: Sequence[Piece], codecs: Sequence[Codec], ranks: int) -> Pieces:

@@ -1,14 +1,23 @@
 """Exchanges: the messages, residuals and sequence numbers with which tensors of a flat buffer cross
-a channel.
+a channel. Rounds: the exchanges of one backward, optimizer step or outer step, committed or
+discarded together.
 
 ``Exchanges`` cuts each set of tensors once and keeps the result. Rows and matrices (PowerSGD) of
 one buffer travel side by side; with a topology in two levels, one after the other. Residuals belong
 to tensors, however tensors are grouped. ``reduce_scatter.Scatter`` is the exchange for state
 divided among the ranks.
+
+Headers agree whether the numbers of a message were finite on every rank of a channel. A ``Round``
+joins these verdicts: if one exchange was not finite, the new residuals of all are discarded, on
+every rank alike; with a ``Consensus``, also on ranks outside the channel that must stay equal.
+Futures are set after that, so that nobody sees half a step.
+
+Note: no overlap is lost. DDP waits for all futures of a backward at its end anyway.
 """
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +25,15 @@ from typing import Any
 import torch
 
 from commpress.codecs import Codec, Policy, policy_of
-from commpress.collectives.allreduce import Outcome, Workspace, check_buffer, reduce_bucket
+from commpress.collectives.agreement import Consensus
+from commpress.collectives.allreduce import (
+    Call,
+    Outcome,
+    Workspace,
+    check_buffer,
+    reduce_bucket,
+    settle,
+)
 from commpress.collectives.buckets import MESSAGE, Message, Span, messages
 from commpress.collectives.channel import Channel
 from commpress.collectives.levels import Levels
@@ -40,11 +57,13 @@ from commpress.collectives.two_level import (
     route,
     routes,
 )
-from commpress.errors import check_counts
+from commpress.errors import InvalidArgument, check_counts
 from commpress.feedback import ErrorFeedback, Key, Residual, ResidualStore
 from commpress.kernels.pieces import NUMEL, SOURCE
-from commpress.work import Steps, overlapped
+from commpress.work import Steps, future_on, overlapped
 
+# gradients become zeros, or NaN, or zeros and an error after backward
+ON_NONFINITE = ("skip", "propagate", "raise")
 Tensors = tuple[list[Span], Sequence[Sequence[int]]]  # where each lies in the buffer, and its shape
 
 
@@ -159,26 +178,18 @@ class Reduce(Exchange):
         gain: float = 1.0,
         asks: bool = False,
     ) -> Steps[list[Outcome]]:
-        options: dict[str, Any] = {
-            "transport": channel.transport,
-            "workspace": channel.workspace,
-            "key": key,
-            "gain": gain,
-            "asks": asks,
-        }
+        call = Call(channel.transport, channel.workspace, sequence, key, gain, asks=asks)
         count = len(self.rows)
-        rows = reduce_bucket(
-            buffer, self.feedbacks[:count], messages=self.rows, sequence=sequence, **options
-        )
+        rows = reduce_bucket(buffer, self.feedbacks[:count], self.rows, call)
         if not self.matrices:
             return (yield from rows)
         jobs: list[Steps[Any]] = []
-        sequence += count
+        call = call.after(count)
         for plan, feedback in zip(self.matrices, self.feedbacks[count:], strict=True):
             if feedback is not None:
                 feedback.join(plan.message.pieces, channel.rank)
-            jobs.append(reduce_matrices(buffer, feedback, plan=plan, sequence=sequence, **options))
-            sequence += plan.MESSAGES
+            jobs.append(reduce_matrices(buffer, feedback, plan, call))
+            call = call.after(plan.MESSAGES)
         jobs.append(rows)
         *others, first = yield from overlapped(jobs, limit=2)
         return [*first, *others]
@@ -230,18 +241,10 @@ class ReduceInLevels(Exchange):
         asks: bool = False,
     ) -> Steps[list[Outcome]]:
         assert channel.levels is not None
-        hierarchy, workspace = channel.levels.hierarchy, channel.workspace
-        outcomes = yield from reduce_routes(
-            buffer,
-            self.feedbacks,
-            plan=self.routes,
-            hierarchy=hierarchy,
-            workspace=workspace,
-            sequence=sequence,
-            key=key,
-            gain=gain,
-        )
-        sequence += len(self.routes)
+        hierarchy = channel.levels.hierarchy
+        inside = Call(hierarchy.inside, channel.workspace, sequence, key, gain)
+        outcomes = yield from reduce_routes(buffer, self.feedbacks, self.routes, hierarchy, inside)
+        call = inside._replace(transport=channel.transport).after(len(self.routes))
 
         def mean(
             codec: Codec,
@@ -257,16 +260,9 @@ class ReduceInLevels(Exchange):
                 self._factors[message] = route(
                     replace(whole, codec=message.codec, label=message.label), hierarchy
                 )
-            way = self._factors[message]
-            done = yield from reduce_route(
-                factor,
-                {} if error is None else way.zeros(factor.device),
-                route=way,
-                hierarchy=hierarchy,
-                workspace=workspace,
-                sequence=number,
-                key=key,
-            )
+            way, plain = self._factors[message], inside._replace(sequence=number, gain=1.0)
+            feedbacks = {} if error is None else way.zeros(factor.device)
+            done = yield from reduce_route(factor, feedbacks, way, hierarchy, plain)
             if error is not None:
                 for outcome, at in zip(done, way.between, strict=False):
                     add_error(
@@ -280,19 +276,9 @@ class ReduceInLevels(Exchange):
             return all(outcome.finite for outcome in done)
 
         for plan, feedback in self.matrices:
-            outcome = yield from reduce_matrices(
-                buffer,
-                feedback,
-                plan=plan,
-                transport=channel.transport,
-                workspace=workspace,
-                sequence=sequence,
-                key=key,
-                gain=gain,
-                mean=partial(mean, plan.factors),
-            )
-            outcomes.append(outcome)
-            sequence += plan.MESSAGES
+            factors = partial(mean, plan.factors)
+            outcomes.append((yield from reduce_matrices(buffer, feedback, plan, call, factors)))
+            call = call.after(plan.MESSAGES)
         return outcomes
 
     def forget(self, workspace: Workspace) -> None:
@@ -444,3 +430,119 @@ class Exchanges:
             for name in since:
                 del self.bases[name]
             self.recut()
+
+
+# ---------------------------------------------------------------- rounds
+
+
+def check_on_nonfinite(value: object, *, propagates: bool = True) -> None:
+    """Check the option. ``propagates``: allow "propagate", which needs gradients to pass on."""
+    if value not in ON_NONFINITE or (value == "propagate" and not propagates):
+        expected = "'skip', 'propagate' or 'raise'" if propagates else "'skip' or 'raise'"
+        raise InvalidArgument(f"on_nonfinite is {value!r}, expected {expected}")
+
+
+class Settlements:
+    """Counts the rounds of one object that all ranks have committed or discarded: ranks that
+    differ by one have seen different ends of the last."""
+
+    def __init__(self) -> None:
+        self.settled, self.taken = 0, True
+
+    def settle(self, *, taken: bool) -> None:
+        """Count a round that all ranks have committed (``taken``) or discarded."""
+        self.settled, self.taken = self.settled + 1, taken
+
+
+class Round:
+    """Exchanges that are committed or discarded together. Call ``begin`` and ``end`` for each: the
+    last to end closes the round.
+
+    The submitting thread calls ``begin``, the thread that runs the steps ``end``.
+    ``counts``: count the round there when it closes.
+    """
+
+    def __init__(
+        self,
+        number: int = 0,
+        *,
+        consensus: Consensus | None = None,
+        counts: Settlements | None = None,
+    ) -> None:
+        self.number, self.consensus, self._counts = number, consensus, counts
+        self.finite = True
+        self.error: Exception | None = None  # to be raised by the thread that began the round
+        self.buffers: list[torch.Tensor] = []  # means that have arrived
+        self._outcomes: list[Outcome] = []
+        self._futures: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
+        self._open, self._complete, self._abandoned, self._failed = 0, False, False, False
+        self._lock = threading.Lock()
+
+    def begin(
+        self, buffer: torch.Tensor, *, last: bool = False
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Add an exchange; its future is set to ``buffer`` when the round has closed. ``last``: no
+        more begin."""
+        future = future_on(buffer.device)
+        with self._lock:
+            self._open += 1
+            self._complete |= last
+            self._futures.append((future, buffer))
+        return future
+
+    def end(self, buffer: torch.Tensor, finite: bool, outcomes: Iterable[Outcome]) -> Steps[bool]:
+        """End an exchange whose means are in ``buffer``, or not finite; return True if this closes
+        the round: then call ``deliver``."""
+        with self._lock:
+            self._open -= 1
+            self.finite &= finite
+            self._outcomes += outcomes
+            self.buffers.append(buffer)
+            if self._abandoned:
+                self._discard()
+            if self._failed or self._open or not self._complete:
+                return False
+        if self.consensus is not None:
+            self.finite = yield from self.consensus.agreed(self.finite)
+        settle(self._outcomes, taken=self.finite)
+        self._outcomes.clear()
+        if self._counts is not None:
+            self._counts.settle(taken=self.finite)
+        return True
+
+    def close(self) -> None:
+        """Declare that no more exchanges begin, if the last one was not known: the round closes
+        when all have ended."""
+        with self._lock:
+            self._complete = True
+            if not self._open:
+                settle(self._outcomes, taken=self.finite)
+                self._outcomes.clear()
+
+    def deliver(self) -> None:
+        """Set the futures."""
+        for future, buffer in self._futures:
+            future.set_result(buffer)
+        self._futures.clear()
+
+    def fail(self, error: Exception) -> None:
+        """Give up the round: set futures to their buffers as they are, and keep ``error`` for the
+        thread that began the round.
+
+        Proposed residuals stay in the workspace: other ranks may have finished the round
+        (``handover``).
+        """
+        with self._lock:
+            self.error, self._failed = self.error or error, True
+        self.deliver()
+
+    def abandon(self) -> None:
+        """Discard a round whose last exchange will never begin, such as that of a backward that was
+        aborted."""
+        with self._lock:
+            self._abandoned = True
+            self._discard()
+
+    def _discard(self) -> None:
+        settle(self._outcomes, taken=False)
+        self._outcomes.clear()

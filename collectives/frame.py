@@ -143,22 +143,12 @@ class Frame(NamedTuple):
         return torch.frombuffer(bytearray(self.bytes()), dtype=torch.uint8)
 
     def bytes(self) -> bytes:
-        codec = self.codec.encode("ascii")
+        operation, size, name, numel, sequence, label, back, checked = self
+        codec = name.encode("ascii")
         if len(codec) > 24:
-            raise ValueError(f"codec description {self.codec!r} is longer than 24 bytes")
-        body = _LAYOUT.pack(
-            b"cp",
-            _VERSION,
-            self.operation,
-            0,
-            self.checked,
-            self.size,
-            codec,
-            self.numel,
-            self.sequence & 0xFFFFFFFF,
-            self.label,
-            self.back,
-        )
+            raise ValueError(f"codec description {name!r} is longer than 24 bytes")
+        what = operation, 0, checked, size, codec
+        body = _LAYOUT.pack(b"cp", _VERSION, *what, numel, sequence & 0xFFFFFFFF, label, back)
         return body + struct.pack("<II", zlib.crc32(body), 0)
 
     def describe(self) -> str:

@@ -29,6 +29,7 @@ from commpress.collectives.agreement import gathered
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
+from commpress.collectives.exchange import Settlements
 from commpress.collectives.frame import FLAT, Frame, Rows, pack_rows, stamp_rows, verify_rows
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.feedback import Key, Residual, ResidualStore, add_reduced
@@ -81,21 +82,17 @@ class _Said:
         )
 
 
-class Handover:
+class Handover(Settlements):
     """Counts an owner's settled rounds and knows how its residuals are cut into rows."""
 
     def __init__(self, channel: Channel) -> None:
+        super().__init__()
         self.channel = channel
         self.rank, self.size = channel.rank, channel.size
-        self.settled, self.taken = 0, True
         self.lost = 0  # ranks that were gone before they had handed over their residuals
         self._left: set[int] = set()  # ranks that have handed over
         # settled rounds after the proposal, and the function that commits it
         self._proposed: tuple[int, Callable[[], None]] | None = None
-
-    def settle(self, *, taken: bool) -> None:
-        """Count a round that all ranks have committed (``taken``) or discarded."""
-        self.settled, self.taken = self.settled + 1, taken
 
     # ------------------------------------------------------------ a change
 

@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from commpress.codecs.codec import Codec
 from commpress.codecs.family import EXACT
 from commpress.codecs.policy import Policy, Same
 from commpress.codecs.whole_tensors import LowRankCodec
-from commpress.collectives.allreduce import NumberedCall, Outcome, reduce_message
+from commpress.collectives.allreduce import Call, Outcome, reduce_message
 from commpress.collectives.buckets import PIECE, Message, Span, messages
 from commpress.collectives.frame import HEADER
 from commpress.errors import StateMismatch
@@ -187,38 +187,26 @@ def check_basis(name: str, mine: torch.Tensor, theirs: torch.Tensor) -> None:
 def reduce_matrices(
     buffer: torch.Tensor,
     feedback: ErrorFeedback | None,
-    *,
     plan: MatrixPlan,
+    call: Call,
     mean: Mean | None = None,
-    **call: Unpack[NumberedCall],
 ) -> Steps[Outcome]:
     """Replace the matrices in ``buffer`` by the approximation of their mean; ``commit`` or
     ``discard`` the outcome.
 
-    Uses ``MESSAGES`` sequence numbers. ``key`` must be the same on every rank. ``asks``: see
-    ``reduce_message``. ``mean`` averages a factor over all ranks in place.
+    Uses ``MESSAGES`` sequence numbers. ``mean`` averages a factor over all ranks in place.
     """
-    workspace, sequence, gain = call["workspace"], call["sequence"], call.get("gain", 1.0)
+    transport, workspace, sequence, key, gain, *_ = call
     kernels, matrices, p, q = low_rank_arithmetic(buffer.device), plan.matrices, plan.p, plan.q
     proposed, asked = workspace.propose(plan.message, feedback, buffer.device), False
-
-    key, transport = call.get("key", 0), call["transport"]
 
     def flat(
         factor: torch.Tensor, message: Message, number: int, error: torch.Tensor | None
     ) -> Steps[bool]:
         nonlocal asked
         nothing = None if error is None else ErrorFeedback.zeros(message.pieces, factor.device)
-        outcome = yield from reduce_message(
-            factor,
-            nothing,
-            message=message,
-            transport=transport,
-            workspace=workspace,
-            sequence=number,
-            key=key,
-            asks=call.get("asks", False),
-        )
+        plain = Call(transport, workspace, number, key, asks=call.asks)
+        outcome = yield from reduce_message(factor, nothing, message, plain)
         asked |= outcome.asks
         if error is not None:
             add_error(outcome, message, error, transport.rank)
@@ -327,6 +315,5 @@ def _residuals(names: Sequence[str], matrices: Matrices, ranks: int, spec: str) 
             lines.append((source, numel, width, LOW_RANK, 0, 0, 0, place, shard, line[MARK]))
             shard += width
     table = np.array(lines, np.int64).reshape(-1, 10)
-    return Message(
-        tuple(keys), Pieces(table, ranks, 0, matrices.numel, matrices.numel, shard, False), spec, 0
-    )
+    pieces = Pieces(table, ranks, 0, matrices.numel, matrices.numel, shard, False)
+    return Message(tuple(keys), pieces, spec, 0, pieces)

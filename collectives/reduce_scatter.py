@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -198,9 +198,8 @@ def _deal(
     label = zlib.crc32(
         "\n".join(f"{line.key[0]}@{line.key[1]}+{line.piece.numel}" for line in lines).encode()
     )
-    message = Message(
-        tuple(line.key for line in lines), every, describe([codec for *_, codec in group]), label
-    )
+    codecs = describe([codec for *_, codec in group])
+    message = Message(tuple(line.key for line in lines), every, codecs, label, every)
     return Deal(message, own, len(bases))
 
 
@@ -213,19 +212,24 @@ def reduce_rows(
     feedbacks: Sequence[ErrorFeedback | None],
     *,
     plan: Sequence[Deal],
+    transport: Transport,
+    workspace: Workspace,
     sequence: int,
-    **call: Unpack[Call],
+    key: int = 0,
+    gain: float = 1.0,
+    asks: bool = False,
 ) -> Steps[list[Outcome]]:
     """Write ``gain`` · the mean of this rank's part of ``buffer`` to ``out``, pipelined.
 
     ``out`` is float32; ``buffer`` has any dtype that the kernels support.
 
     Uses one sequence number per deal, beginning with ``sequence``. Residuals are in units of gain ·
-    x. ``asks`` travels in the headers, as in ``reduce_message``.
+    x. ``asks`` travels in the headers, as that of ``Call``.
     """
+    call = Call(transport, workspace, sequence, key, gain, asks=asks)
     return overlapped(
         (
-            _reduce(buffer, out, feedback, deal, sequence + i, **call)
+            _reduce(buffer, out, feedback, deal, call.after(i))
             for i, (deal, feedback) in enumerate(zip(plan, feedbacks, strict=True))
         ),
         limit=ALONGSIDE,
@@ -293,23 +297,15 @@ def _reduce(
     out: torch.Tensor,
     feedback: ErrorFeedback | None,
     deal: Deal,
-    sequence: int,
-    **call: Unpack[Call],
+    call: Call,
 ) -> Steps[Outcome]:
-    device, ranks, workspace = buffer.device, deal.ranks, call["workspace"]
+    device, ranks, workspace = buffer.device, deal.ranks, call.workspace
     outbox, inbox = (
         workspace.rows(deal.size, ranks, device),
         workspace.rows(deal.size, ranks, device),
     )
     flags, old, new = yield from encode_and_send(
-        buffer,
-        outbox.view(1, -1),
-        outbox,
-        inbox,
-        feedback,
-        message=deal.every,
-        sequence=sequence,
-        **call,
+        buffer, outbox.view(1, -1), outbox, inbox, feedback, deal.every, call
     )
 
     start = perf_counter()

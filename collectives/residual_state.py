@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from commpress.codecs.family import EXACT
-from commpress.collectives.allreduce import Workspace, reduce_message
+from commpress.collectives.allreduce import Call, Workspace, reduce_message
 from commpress.collectives.buckets import PIECE, one_message
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import StateMismatch, check_entries
@@ -73,9 +73,7 @@ def elastic_of(
             flat,
             None,
             message=message,
-            transport=transport,
-            workspace=Workspace(),
-            sequence=sequence,
+            call=Call(transport=transport, workspace=Workspace(), sequence=sequence),
         )
         for (key, part), total in zip(
             parts.items(), flat.split([p.numel() for p in parts.values()]), strict=True

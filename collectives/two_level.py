@@ -21,12 +21,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
-from typing import Required, TypedDict, TypeVar, Unpack
+from typing import TypeVar
 
 import torch
 
 from commpress.codecs import Codec, Policy, codec_named, policy_of
-from commpress.collectives.allreduce import Outcome, Workspace, average_rows, check_buffer, exchange
+from commpress.collectives.allreduce import (
+    Call,
+    Outcome,
+    Workspace,
+    average_rows,
+    check_buffer,
+    exchange,
+)
 from commpress.collectives.buckets import Message, Span, messages
 from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, NOT_FINITE, Frame
 from commpress.collectives.topology import Topology
@@ -167,17 +174,17 @@ def route(message: Message, hierarchy: Hierarchy) -> Route:
         label = zlib.crc32(index.to_bytes(4, "little"), message.label)
         cut_up = cut(pieces, nodes, widths=[int(line[WIDTH]) for line in table])
         between[index] = Message(
-            tuple(keys), cut_up, message.codec, label, _back(message, pieces, nodes)
+            tuple(keys), cut_up, message.codec, label, _back(message, cut_up, pieces, nodes)
         )
     return Route(message, inside, between)
 
 
-def _back(message: Message, pieces: Sequence[Piece], nodes: int) -> Pieces | None:
-    if message.back is None:
-        return None
-    lines = zip(pieces, message.back.table, strict=True)
-    there = [piece._replace(kind=int(line[KIND]), block=int(line[BLOCK])) for piece, line in lines]
-    return cut(there, nodes, widths=[int(line[WIDTH]) for line in message.back.table])
+def _back(message: Message, there: Pieces, pieces: Sequence[Piece], nodes: int) -> Pieces:
+    if message.mean is message.pieces:
+        return there
+    lines = zip(pieces, message.mean.table, strict=True)
+    back = [piece._replace(kind=int(line[KIND]), block=int(line[BLOCK])) for piece, line in lines]
+    return cut(back, nodes, widths=[int(line[WIDTH]) for line in message.mean.table])
 
 
 # ---------------------------------------------------------------- the algorithm
@@ -211,9 +218,7 @@ def hierarchical_allreduce(
         feedbacks or [{}] * len(plan),
         plan=plan,
         hierarchy=hierarchy,
-        workspace=Workspace(),
-        sequence=sequence,
-        key=sequence,
+        call=Call(hierarchy.inside, Workspace(), sequence, sequence),
     )
     finite = all(outcome.finite for outcome in outcomes)
     if finite:
@@ -233,27 +238,17 @@ def feedback_for(
     return [route.zeros(device) for route in plan]
 
 
-class LevelsCall(TypedDict, total=False):
-    """Arguments that are the same for all messages of a buffer; see ``allreduce.Call``."""
-
-    hierarchy: Required[Hierarchy]
-    workspace: Required[Workspace]
-    key: int
-    gain: float
-
-
 def reduce_routes(
     buffer: torch.Tensor,
     feedbacks: Sequence[Feedbacks],
-    *,
     plan: Sequence[Route],
-    sequence: int,
-    **call: Unpack[LevelsCall],
+    hierarchy: Hierarchy,
+    call: Call,
 ) -> Steps[list[Outcome]]:
-    """Average all messages of one bucket, pipelined; ``sequence`` is the number of the first.
-    Returns one outcome per slice."""
+    """Average all messages of one bucket, pipelined, numbered from ``call`` on, whose transport is
+    that inside the node. Returns one outcome per slice."""
     jobs = (
-        reduce_route(buffer, feedback, route=route, sequence=sequence + i, **call)
+        reduce_route(buffer, feedback, route, hierarchy, call.after(i))
         for i, (route, feedback) in enumerate(zip(plan, feedbacks, strict=True))
     )
     every = yield from overlapped(jobs, limit=ALONGSIDE)
@@ -263,38 +258,31 @@ def reduce_routes(
 def reduce_route(
     buffer: torch.Tensor,
     feedbacks: Feedbacks,
-    *,
     route: Route,
     hierarchy: Hierarchy,
-    workspace: Workspace,
-    sequence: int,
-    key: int = 0,
-    gain: float = 1.0,
+    call: Call,
 ) -> Steps[list[Outcome]]:
     """Average one message: sum inside, average own slices between nodes, gather inside, decode."""
-    inside, message, flag = (
-        hierarchy.inside,
+    inside, workspace, sequence, message = (
+        call.transport,
+        call.workspace,
+        call.sequence,
         route.message,
-        torch.zeros(1, dtype=torch.uint8, device=buffer.device),
     )
+    flag = torch.zeros(1, dtype=torch.uint8, device=buffer.device)
     sums = yield from _sum_inside(buffer, flag, route, inside, workspace, sequence)
     total = _floats(sums[0])
     jobs = []
     for index, part in route.between.items():
         _mark(total, part, flag)
-        job = average_rows(
-            total,
-            feedbacks.get(index),
-            message=part,
+        between = call._replace(
             transport=hierarchy.between[index],
-            workspace=workspace,
-            key=key,
             sequence=sequence * hierarchy.slices + index,
-            gain=gain,
             scale=hierarchy.scale,
             divisor=hierarchy.divisor,
         )
-        jobs.append(job)  # begins when all are marked
+        # begins when all are marked
+        jobs.append(average_rows(total, feedbacks.get(index), part, between))
     averaged = yield from _abreast(jobs)
     workspace.give_rows(sums)
     outcomes, back = [outcome for _, outcome in averaged], message.mean
@@ -314,7 +302,7 @@ def reduce_route(
     start, finite = perf_counter(), not flags & NOT_FINITE
     if finite:
         rows = every.view(-1, HEADER + back.row_bytes)[: back.rows]
-        arithmetic(buffer.device, back).decode(rows[:, HEADER:], buffer, back, gain=1.0 / gain)
+        arithmetic(buffer.device, back).decode(rows[:, HEADER:], buffer, back, gain=1.0 / call.gain)
     workspace.decoded(start)
     workspace.give_rows(every)
     for outcome in outcomes:

@@ -1,6 +1,7 @@
 """Choice: the codecs of each step, alike on all ranks.
 
-    choice.at(step, peers)       the codecs of the step that begins
+    choice.at(step, peers)       the codecs of the step that begins, whether its buckets are to be
+                                 observed, and the step until which the answer holds
     choice.looks(step)           whether buckets of this step are to be observed
     choice.observe(step, seen)   record one of these buckets, as this rank sent it
     choice.state()               data for ranks that join and for a resumed run
@@ -13,6 +14,7 @@ choice: exact first steps, an alarm. Callers treat all alike. A step without com
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -52,6 +54,8 @@ class Now(NamedTuple):
 
     policy: Policy | None
     exact: bool = False
+    looks: bool = False  # its buckets are to be observed
+    until: float = 0.0  # the step before which the answer stays the same
 
 
 class Seen(NamedTuple):
@@ -76,9 +80,11 @@ class Choice:
     def at(self, step: int, peers: Peers, *, aborted: bool = False) -> Now:
         """Return the codecs of the step that begins; collective. ``aborted``: the last backward was
         aborted."""
-        return Now(self.usual, exact=step < self.start)
+        exact = step < self.start
+        return Now(self.usual, exact, until=self.start if exact else inf)
 
     def looks(self, step: int) -> bool:
+        """True if buckets of this step are to be observed, as ``at`` says."""
         return False
 
     def observe(self, step: int, seen: Seen) -> None:
@@ -160,7 +166,8 @@ class Auto(Choice):
         if not aborted:
             (self._watch if self.method else self._try)(step, peers)
         method = self.method or self.turn(self._step - 1)
-        return Now(None if method == PLAIN else self._named(method))
+        policy = None if method == PLAIN else self._named(method)
+        return Now(policy, looks=self.looks(step))
 
     def _try(self, step: int, peers: Peers) -> None:
         """Record the last step of the trial and begin the next one, or decide after the last."""
@@ -360,7 +367,7 @@ class Layered(Choice):
     def at(self, step: int, peers: Peers, *, aborted: bool = False) -> Now:
         if self._errors:
             self._decide(step - 1, peers)
-        return super().at(step, peers)
+        return Now(self.usual, exact=step < self.start, looks=self.looks(step))
 
     def _decide(self, step: int, peers: Peers) -> None:
         names, wanted = sorted(self._errors), self.wanted
@@ -412,7 +419,8 @@ class Alarmed(Choice):
         now = self.inner.at(step, peers, aborted=aborted)
         if not aborted and self.alarm.due(step - 1 - self.start):
             self.alarm.look(peers, step - 1)
-        return Now(self._then) if self.alarm.active else now
+        now = Now(self._then) if self.alarm.active else now
+        return now._replace(looks=self.looks(step), until=0.0)
 
     def looks(self, step: int) -> bool:
         return self.inner.looks(step) or self.alarm.due(step - self.start)

@@ -86,6 +86,15 @@ class ErrorFeedback:
             "new_scale": new.sent_scale,
         }
 
+    def serving(self, new: "ErrorFeedback") -> dict[str, torch.Tensor | None]:
+        """Give the same arguments for the encoder of the reduced row."""
+        return {
+            "residual": self.reduced,
+            "residual_scale": self.reduced_scale,
+            "new_residual": new.reduced,
+            "new_scale": new.reduced_scale,
+        }
+
     @classmethod
     def zeros(cls, pieces: Pieces, device: torch.device | str = "cpu") -> "ErrorFeedback":
         def new(numel: int) -> torch.Tensor:

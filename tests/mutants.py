@@ -241,7 +241,7 @@ MUTANTS = [
     ),
     Mutant(
         "a round is taken although one of its exchanges was not finite",
-        "collectives/round.py",
+        "collectives/exchange.py",
         "            self.finite &= finite",
         "            pass",
         "tests/collectives/test_finite.py",

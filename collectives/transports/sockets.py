@@ -377,18 +377,8 @@ class SocketEngine:
         rank, size = transport.rank, transport.size
         tag &= 0xFFFFFFFFFFFFFFFF
         with self._changed:
-            if self._closed:
-                raise CommunicationError(
-                    "these connections are closed, or belong to the process that this one was "
-                    "forked from"
-                )
-            if self._given_up:
-                at_fault = tuple(members.index(r) for r in self._damaged if r in members)
-                kind = Corrupted if self._damaged else CommunicationError
-                raise kind(
-                    f"these connections failed before: {self._given_up} Build a new process group.",
-                    ranks=at_fault,
-                )
+            if self._closed or self._given_up:
+                raise self._unusable(members)
             self._under_way.add(transfer)
             for r in (each % size for each in range(rank - 1, rank - size, -1)):
                 if r in out:
@@ -452,6 +442,17 @@ class SocketEngine:
         self._poll.close()
 
     # ------------------------------------------------------------ under the lock
+
+    def _unusable(self, members: Sequence[int]) -> CommunicationError:
+        if self._closed:
+            return CommunicationError(
+                "these connections are closed, or belong to the process that this one was forked "
+                "from"
+            )
+        return (Corrupted if self._damaged else CommunicationError)(
+            f"these connections failed before: {self._given_up} Build a new process group.",
+            ranks=tuple(members.index(r) for r in self._damaged if r in members),
+        )
 
     def _act(self, events: list[tuple[int, int]]) -> None:
         self._driven = time.monotonic()

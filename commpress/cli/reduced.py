@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from commpress.cli import harness
 from commpress.codecs import policy_of
-from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket
+from commpress.collectives.allreduce import Call, Outcome, Workspace, reduce_bucket
 from commpress.collectives.buckets import Message, Span, messages
 from commpress.collectives.channel import Channel
 from commpress.collectives.measured_links import BufferTrial
@@ -54,10 +54,12 @@ class Reduced:
             self.buffer,
             self.feedbacks,
             messages=self.messages,
-            transport=self.channel.transport,
-            workspace=self.workspace,
-            sequence=self.channel.take(len(self.messages)),
-            key=self.rounds,
+            call=Call(
+                transport=self.channel.transport,
+                workspace=self.workspace,
+                sequence=self.channel.take(len(self.messages)),
+                key=self.rounds,
+            ),
         )
         self._commit(drive(steps))
 
@@ -114,8 +116,11 @@ class TwoLevel(Reduced):
             self.route_feedbacks,
             plan=self.routes,
             hierarchy=self.hierarchy,
-            workspace=self.workspace,
-            sequence=self.channel.take(len(self.routes)),
+            call=Call(
+                transport=self.hierarchy.inside,
+                workspace=self.workspace,
+                sequence=self.channel.take(len(self.routes)),
+            ),
         )
         self._commit(drive(steps))
 

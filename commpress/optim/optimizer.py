@@ -29,10 +29,9 @@ from commpress.collectives.allreduce import Outcome, settle
 from commpress.collectives.buckets import Share, Span, share
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
-from commpress.collectives.exchange import Exchanges
+from commpress.collectives.exchange import Exchanges, check_on_nonfinite
 from commpress.collectives.handover import Handover
 from commpress.collectives.reduce_scatter import Scatter
-from commpress.collectives.round import check_on_nonfinite
 from commpress.collectives.state import Checked, Stateful
 from commpress.collectives.transports.factory import (
     AgreeOver,

@@ -9,11 +9,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
+from math import inf, nan
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,11 +30,10 @@ from commpress.collectives.allreduce import Outcome
 from commpress.collectives.buckets import FLOATS
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
-from commpress.collectives.exchange import Exchange, Exchanges, Reduce
+from commpress.collectives.exchange import Exchange, Exchanges, Reduce, Round, check_on_nonfinite
 from commpress.collectives.handover import Handover, cannot_follow
 from commpress.collectives.levels import divide
 from commpress.collectives.measured_links import Links
-from commpress.collectives.round import Round, check_on_nonfinite
 from commpress.collectives.state import Stateful
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.factory import (
@@ -49,7 +50,6 @@ from commpress.errors import (
     refuse_unknown,
 )
 from commpress.feedback import ResidualStore, check_feedback
-from commpress.integrations.ddp.backward import Backward
 from commpress.integrations.ddp.names import ParameterNames, averaged_parameters
 from commpress.integrations.observe.counters import Counters, relative_errors
 from commpress.logs import warn_on_first
@@ -177,6 +177,45 @@ def compressed_allreduce_hook(
             "at its default"
         )
     return state.reduce(bucket)
+
+
+class Backward(Round):
+    """Round of the buckets of one backward, with the job submitted for each."""
+
+    def __init__(self, number: int = 0, **options: Any) -> None:
+        super().__init__(number, **options)
+        self.submitted: list[torch.futures.Future[Any]] = []
+
+    def raise_errors(self) -> None:
+        """Raise errors at the end of this backward, with their own types. Called once, inside the
+        hook of the last bucket.
+
+        Note: where errors are raised. DDP turns an exception in a future into "RuntimeError: Unable
+        to cast", so autograd calls back before DDP looks at the futures. If no node of the graph is
+        being evaluated (the first step of a static graph, a rank that has joined) it is too late
+        for that: wait here. Errors are raised after DDP has finished, so that training may continue
+        after them, as after ``group.reform``.
+        """
+        if torch._C._current_autograd_node() is None:
+            self._wait()
+        else:
+            Variable._execution_engine.queue_callback(self._wait)
+
+    def _wait(self) -> None:
+        for future in self.submitted:
+            try:
+                future.wait()
+            except Exception as error:
+                self.fail(error)
+        if self.error is None:
+            return
+        if torch._C._current_graph_task_id() < 0:
+            raise self.error
+        Variable._execution_engine.queue_callback(self._raise)
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            raise self.error
 
 
 class CompressedState(Stateful):
@@ -414,41 +453,36 @@ class CompressedState(Stateful):
         assert self._backward is not None
         backward, last = self._backward, bucket.is_last()
         self.step += last
-        if not self.compresses and backward.round.error is None:
+        if not self.compresses and backward.error is None:
             if not self._survives:
                 return self._reduce_plainly(bucket, last=last)
             self._pay(bucket, last=last)
             self.counters.plain_steps += last
-        future = backward.round.begin(buffer)
-        if last:
-            backward.round.last()
+        future = backward.begin(buffer, last=last)
         try:
-            self._submit(bucket, buffer, backward)
+            if backward.error is not None:
+                raise backward.error
+            steps, waits = self._steps(bucket, buffer, backward)
+            backward.submitted.append(self.channel.submit(steps, buffer, waits=waits))
         except CommunicationError as error:  # the group is broken already
-            backward.round.fail(error)
+            backward.fail(error)
         if last:
             self._backward = None
             backward.raise_errors()
         return future
 
-    def _submit(self, bucket: dist.GradBucket, buffer: torch.Tensor, backward: Backward) -> None:
-        if backward.round.error is not None:
-            raise backward.round.error
-        steps, waits = self._steps(bucket, buffer, backward)
-        backward.submitted.append(self.channel.submit(steps, buffer, waits=waits))
-
     def _begin_backward(self, device: torch.device) -> None:
         """Begin a backward; drop what an aborted one has left."""
-        before, self._backward = (
-            self._backward,
-            Backward(Round(self.step, consensus=self.consensus)),
-        )
+        before = self._backward
+        self._backward = Backward(self.step, consensus=self.consensus, counts=self.handover)
         if before is not None:
-            before.round.abandon()
+            before.abandon()
+        if self.step < self._now.until:
+            return
         try:
             self._choose(device, aborted=before is not None)
         except CommunicationError as error:
-            self._backward.round.fail(error)
+            self._backward.fail(error)
 
     def _choose(self, device: torch.device, *, aborted: bool) -> None:
         """Choose the codecs of this step; collective if they may change."""
@@ -501,7 +535,7 @@ class CompressedState(Stateful):
                 partial(self._plain.average, buffer),
             )
             work = None if self._survives else begin()
-            return self._averaged(buffer, lambda: work or begin(), backward.round), waits
+            return self._averaged(buffer, lambda: work or begin(), backward), waits
         exchange = self.exchanges.of(
             tuple(map(id, bucket.parameters())),
             lambda: self.names.tensors(bucket),
@@ -509,9 +543,8 @@ class CompressedState(Stateful):
             exact=self._now.exact,
         )
         sequence = self.channel.take(exchange.sequences)
-        return self._exchanged(
-            buffer, exchange, backward.round, sequence
-        ), exchange.waits if self.consensus is None else None
+        waits = exchange.waits if self.consensus is None else None
+        return self._exchanged(buffer, exchange, backward, sequence), waits
 
     def _exchanged(
         self, bucket: torch.Tensor, exchange: Exchange, round: Round, sequence: int
@@ -523,15 +556,13 @@ class CompressedState(Stateful):
         gain = 1.0 / self._scale.of(self.grad_scaler) if self.grad_scaler else 1.0
         first = not (self._told or self._now.exact)  # compressed step
         measure = self.measure_every and (first or round.number % self.measure_every == 0)
-        looks, own, before = self.choice.looks(round.number), None, None
-        if looks:
-            own = buffer * gain
-        if (measure or looks) and isinstance(exchange, Reduce):
+        own = buffer * gain if self._now.looks else None
+        before = None
+        if (measure or own is not None) and isinstance(exchange, Reduce):
             before = exchange.compensated(buffer, gain)
         key = self.seed * 1_000_003 + round.number
-        outcomes = yield from exchange.steps(
-            self.channel, buffer, sequence=sequence, key=key, gain=gain
-        )
+        call = exchange.steps(self.channel, buffer, sequence=sequence, key=key, gain=gain)
+        outcomes = yield from call
         finite = all(outcome.finite for outcome in outcomes)
         if finite and bucket is not buffer:
             bucket.copy_(buffer)
@@ -568,33 +599,21 @@ class CompressedState(Stateful):
         closed = yield from round.end(bucket, finite, outcomes)
         if not closed:
             return
-        self.handover.settle(taken=round.finite)
         self.steps_done = round.number + 1
         if not round.finite:
-            value = (
-                float("inf")
-                if self.grad_scaler
-                else float("nan")
-                if self.on_nonfinite == "propagate"
-                else 0.0
-            )
-            for buffer in round.buffers:
-                values_of(buffer).fill_(value)
-            self._warn_of_nonfinite(round)
+            self._replace_nonfinite(round)
         round.deliver()
-        sent_bytes = self._plain.sent_bytes + self.channel.sent_bytes
-        self.counters.step(
-            round.finite,
-            sent_bytes,
-            self.channel.between_bytes,
-            self.channel.waited,
-            self.channel.workspace,
-        )
+        self.counters.step(round.finite, self.channel, self._plain.sent_bytes)
         if not self._told and not self._now.exact:
             self._told = True
             self.counters.say(self.channel.rank, wanted=not self._uncompressed)
 
-    def _warn_of_nonfinite(self, round: Round) -> None:
+    def _replace_nonfinite(self, round: Round) -> None:
+        value = 0.0
+        if self.grad_scaler or self.on_nonfinite == "propagate":
+            value = inf if self.grad_scaler else nan
+        for buffer in round.buffers:
+            values_of(buffer).fill_(value)
         self.counters.skipped_buckets += len(round.buffers)
         count = self.counters.skipped_steps + 1
         if self.on_nonfinite == "raise":
@@ -640,6 +659,7 @@ class CompressedState(Stateful):
     def follow(self, schedule: Mapping[str, Any], change: Change | None = None) -> None:
         self.step = self.steps_done
         self.choice.load(schedule)
+        self._now = self._now._replace(until=0)
         if change is None:
             return
         self._backward = None

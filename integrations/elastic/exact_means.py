@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commpress.collectives.round import Round
 from commpress.errors import InvalidArgument
-from commpress.integrations.ddp.backward import Backward
+from commpress.integrations.ddp.hook import Backward
 from commpress.work import Steps, Worker
 
 
@@ -113,11 +112,11 @@ class ExactMeans:
 
     def _begin(self) -> None:
         """Replace a worker whose job has failed, which takes no other."""
-        if self._backward is not None and self._backward.round.error is not None:
+        if self._backward is not None and self._backward.error is not None:
             self._worker = None
         if self._worker is None:
             self._worker = Worker("commpress-exact-means", limit=AT_ONCE)
-        self._backward = Backward(Round())
+        self._backward = Backward()
 
     def _steps(self, buffer: torch.Tensor) -> Steps[None]:
         work = dist.all_reduce(buffer.div_(self.group.size()), group=self.group, async_op=True)

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from commpress.codecs import Codec, codec_named, policy_of
-from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket, settle
+from commpress.collectives.allreduce import Call, Outcome, Workspace, reduce_bucket, settle
 from commpress.collectives.buckets import Message, Span, messages
 from commpress.collectives.channel import Channel
+from commpress.collectives.exchange import check_on_nonfinite
 from commpress.collectives.handover import Divided
 from commpress.collectives.reduce_scatter import Deal, Part, deals, reduce_rows
 from commpress.collectives.residual_state import exact_state, residuals_of
-from commpress.collectives.round import check_on_nonfinite
 from commpress.collectives.transports.factory import on_reform
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import ErrorFeedback, ResidualStore, check_feedback
@@ -87,7 +87,7 @@ class FlatShardState(Divided):
         }
         if shard is None:
             outcomes: list[Outcome] = self.channel.run(
-                reduce_bucket(buffer, feedbacks, messages=plan, **options)
+                reduce_bucket(buffer, feedbacks, plan, Call(**options))
             )
             target, result = gradient, buffer
         else:

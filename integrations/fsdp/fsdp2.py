@@ -21,9 +21,9 @@ from commpress.codecs.family import EXACT
 from commpress.codecs.whole_tensors import WholeTensorCodec, travels_whole
 from commpress.collectives.buckets import MESSAGE, PIECE
 from commpress.collectives.channel import Channel, any_rank
+from commpress.collectives.exchange import Round
 from commpress.collectives.handover import Divided
 from commpress.collectives.levels import divide
-from commpress.collectives.round import Round
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.factory import AgreeOver, consensus_over, on_reform
 from commpress.collectives.transports.transport import Divisible

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from commpress.codecs.family import EXACT
-from commpress.collectives.allreduce import reduce_message
+from commpress.collectives.allreduce import Call, reduce_message
 from commpress.collectives.buckets import one_message
 from commpress.collectives.powersgd import RowsOnly
 from commpress.collectives.reduce_scatter import deals
@@ -105,9 +105,9 @@ def elastic_residuals(state: Any) -> dict[str, Any]:
             flat,
             None,
             message=one_message(flat.numel(), EXACT, channel.size, name="elastic state"),
-            transport=channel.transport,
-            workspace=channel.workspace,
-            sequence=channel.take(),
+            call=Call(
+                transport=channel.transport, workspace=channel.workspace, sequence=channel.take()
+            ),
         )
         channel.run(steps)
         lengths = [whole.numel() for whole in every.values()]

@@ -14,9 +14,9 @@ from commpress.codecs import Policy
 from commpress.codecs.whole_tensors import travels_whole
 from commpress.collectives.allreduce import Outcome, settle
 from commpress.collectives.channel import Channel, any_rank
+from commpress.collectives.exchange import Round
 from commpress.collectives.powersgd import RowsOnly
 from commpress.collectives.reduce_scatter import Deal, Part, deals, reduce_rows, second_hop
-from commpress.collectives.round import Round
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback, ResidualStore
 from commpress.integrations.fsdp.param_groups import ParamGroup

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from commpress.collectives.allreduce import Outcome, Workspace
+from commpress.collectives.allreduce import Outcome
 from commpress.collectives.buckets import Message, Span
 from commpress.collectives.channel import Channel
 from commpress.collectives.exact_rows import ExactMessage
 from commpress.collectives.reduce_scatter import Deal
 from commpress.kernels.pieces import KIND, NUMEL, RESIDUAL
-from commpress.kernels.reference import CASTS, FP32
+from commpress.kernels.reference import CASTS
 from commpress.logs import tell_on_first, warn_on_first
 from commpress.totals import Totals
 
@@ -51,9 +51,8 @@ class Counters(Totals):
         self.messages += len(messages)
         self.logical_bytes += 8 * (ranks - 1) * numel // ranks
         for message in messages:
-            exact = int(message.pieces.table[message.pieces.table[:, KIND] == FP32, NUMEL].sum())
-            self.exact_elements += exact
-            self.compressed_elements += message.pieces.numel - exact
+            self.exact_elements += message.exact
+            self.compressed_elements += message.pieces.numel - message.exact
 
     def elements(self, plan: Sequence[Deal | ExactMessage], ranks: int = 1) -> None:
         """Count the elements of the received rows of a reduce-scatter or an all-gather."""
@@ -74,16 +73,13 @@ class Counters(Totals):
         self.encode_seconds = sum(channel.workspace.encode_seconds for channel in every)
         self.decode_seconds = sum(channel.workspace.decode_seconds for channel in every)
 
-    def step(
-        self, finite: bool, sent_bytes: int, between_bytes: int, waited: float, workspace: Workspace
-    ) -> None:
+    def step(self, finite: bool, channel: Channel, beside: int = 0) -> None:
+        """``beside``: bytes that did not cross the channel."""
         self.steps += 1
         self.skipped_steps += not finite
-        self.wire_bytes, self.between_bytes, self.wire_seconds = sent_bytes, between_bytes, waited
-        self.encode_seconds, self.decode_seconds = (
-            workspace.encode_seconds,
-            workspace.decode_seconds,
-        )
+        self.channels([channel])
+        self.wire_bytes += beside
+        self.between_bytes = channel.between_bytes
 
     @classmethod
     def together(cls, every: Sequence["Counters"]) -> "Counters":

@@ -43,60 +43,26 @@ def _mixed(pieces: Pieces) -> bool | None:
     return None if pieces.plain else True
 
 
-def _encode_any(
-    x,
-    gain,
-    received,
-    message,
-    flag,
-    pieces,
-    rank,
-    key,
-    residual,
-    new_residual,
-    residual_scale,
-    new_scale,
-):
+def _encode_any(x, gain, received, message, flag, pieces, rank, key, owed):
+    residual, new_residual, residual_scale, new_scale = owed
     rows, stride, flat = message.shape[0], message.stride(0), _bytes(message)
     blocks = rows * pieces.blocks
     partial = np.empty(blocks, np.float32) if pieces.row_scales else _NONE
     inbox, in_stride, senders = _NO_BYTES, 0, 0
     if received is not None:
         inbox, in_stride, senders = _bytes(received), received.stride(0), received.shape[0]
-    finite = all(
-        split(
-            loops.encode,
-            blocks,
-            pieces.numel // (senders or 1),
-            _floats(x),
-            np.float32(gain),
-            inbox,
-            in_stride,
-            senders,
-            rank,
-            _floats(residual),
-            _floats(residual_scale),
-            _floats(new_residual),
-            flat,
-            stride,
-            partial,
-            pieces.table,
-            rows,
-            np.uint32(key),
-            _mixed(pieces),
-        )
-    )
+    given = _floats(x), np.float32(gain), inbox, in_stride, senders, rank
+    kept = _floats(residual), _floats(residual_scale), _floats(new_residual)
+    sent = flat, stride, partial, pieces.table, rows, np.uint32(key), _mixed(pieces)
+    numel = pieces.numel // (senders or 1)
+    finite = all(split(loops.encode, blocks, numel, *given, *kept, *sent))
     if pieces.row_scales:
-        scales = (
-            torch.empty(len(pieces.table) * rows, dtype=torch.float32)
-            if new_scale is None
-            else new_scale
-        )
         table = pieces.table
-        finite = (
-            loops.finish_rows(partial, table, rows, senders, rank, flat, stride, scales.numpy())
-            and finite
-        )
+        scales = new_scale
+        if scales is None:
+            scales = torch.empty(len(table) * rows, dtype=torch.float32)
+        row = flat, stride, scales.numpy()
+        finite = loops.finish_rows(partial, table, rows, senders, rank, *row) and finite
         if new_residual is not None and new_scale is None:
             settle(new_residual, scales, pieces, shard=senders > 0)
     if not finite:
@@ -125,20 +91,8 @@ def encode(
     new_residual := c there, and c − scale · sgn(c) is computed when it is passed again with
     ``residual_scale``.
     """
-    _encode_any(
-        x,
-        gain,
-        None,
-        message,
-        flag,
-        pieces,
-        0,
-        key,
-        residual,
-        new_residual,
-        residual_scale,
-        new_scale,
-    )
+    owed = residual, new_residual, residual_scale, new_scale
+    _encode_any(x, gain, None, message, flag, pieces, 0, key, owed)
 
 
 def serve(
@@ -161,20 +115,8 @@ def serve(
     The sum is divided by ``divisor`` (0: by P), because a row may stand for several ranks.
     Residuals are float32[pieces.shard], lazy scales float32[pieces].
     """
-    _encode_any(
-        None,
-        divisor or received.shape[0],
-        received,
-        message,
-        flag,
-        pieces,
-        rank,
-        key,
-        residual,
-        new_residual,
-        residual_scale,
-        new_scale,
-    )
+    owed, divisor = (residual, new_residual, residual_scale, new_scale), divisor or len(received)
+    _encode_any(None, divisor, received, message, flag, pieces, rank, key, owed)
 
 
 def decode(message, out, pieces, *, gain=1.0, add=False):
@@ -182,43 +124,17 @@ def decode(message, out, pieces, *, gain=1.0, add=False):
     its codes. ``out`` is float32 or bfloat16."""
     rows = message.shape[0]
     past = not add and pieces.numel >= _LARGE
-    split(
-        loops.decode,
-        rows * pieces.blocks,
-        pieces.numel,
-        _bytes(message),
-        message.stride(0),
-        _floats(out),
-        np.float32(gain),
-        add,
-        past,
-        0,
-        0,
-        pieces.table,
-        rows,
-        _mixed(pieces),
-    )
+    given = _bytes(message), message.stride(0), _floats(out), np.float32(gain), add, past, 0, 0
+    of = pieces.table, rows, _mixed(pieces)
+    split(loops.decode, rows * pieces.blocks, pieces.numel, *given, *of)
 
 
 def decode_mean(received, out, pieces, rank):
     """Set out[pieces.shard] to the mean of the P received versions of row ``rank``, summed in rank
     order, then divided by P."""
-    split(
-        loops.decode,
-        pieces.blocks,
-        pieces.numel,
-        _bytes(received),
-        received.stride(0),
-        _floats(out),
-        np.float32(1),
-        False,
-        False,
-        received.shape[0],
-        rank,
-        pieces.table,
-        1,
-        _mixed(pieces),
-    )
+    given = _bytes(received), received.stride(0), _floats(out), np.float32(1), False, False
+    of = len(received), rank, pieces.table, 1, _mixed(pieces)
+    split(loops.decode, pieces.blocks, pieces.numel, *given, *of)
 
 
 def settle(value, scale, pieces, *, shard=False):

@@ -14,7 +14,7 @@ import torch
 
 from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.codecs import ByName, BySize
-from commpress.collectives.allreduce import Workspace, reduce_bucket
+from commpress.collectives.allreduce import Call, Workspace, reduce_bucket
 from commpress.collectives.buckets import Span, messages
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.feedback import ResidualStore
@@ -49,9 +49,11 @@ class Ranks:
                     gradients[r],
                     self.feedbacks[r],
                     messages=self.plan,
-                    transport=self.transports[r],
-                    workspace=self.workspaces[r],
-                    sequence=step * len(self.plan),
+                    call=Call(
+                        transport=self.transports[r],
+                        workspace=self.workspaces[r],
+                        sequence=step * len(self.plan),
+                    ),
                 )
                 for r in range(RANKS)
             ]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from commpress.codecs import SignCodec, codec_named
 from commpress.codecs.family import EXACT, NAMES
 from commpress.codecs.policy import ByName, Same
-from commpress.collectives.allreduce import Workspace, reduce_bucket
+from commpress.collectives.allreduce import Call, Workspace, reduce_bucket
 from commpress.collectives.buckets import Span, messages
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import StateMismatch
@@ -155,10 +155,9 @@ def test_no_bit_depends_on_which_tensors_travel_together(codec, ranks):
                             buffers[r],
                             feedbacks[r],
                             messages=plan,
-                            transport=t,
-                            workspace=workspaces[r],
-                            sequence=sequence,
-                            key=step,
+                            call=Call(
+                                transport=t, workspace=workspaces[r], sequence=sequence, key=step
+                            ),
                         )
                         for r, t in enumerate(Loopback(ranks).transports())
                     ]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import commpress
 from commpress.codecs import LowRankCodec, codec_named, policy_of
-from commpress.collectives.allreduce import Workspace, settle
+from commpress.collectives.allreduce import Call, Workspace, settle
 from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
@@ -173,11 +173,13 @@ class Run:
                     buffers[r],
                     self.feedbacks[r],
                     plan=self.plans[r],
-                    transport=self.transports[r],
-                    workspace=self.spaces[r],
-                    sequence=2 * self.step,
-                    key=self.step,
-                    gain=gain,
+                    call=Call(
+                        transport=self.transports[r],
+                        workspace=self.spaces[r],
+                        sequence=2 * self.step,
+                        key=self.step,
+                        gain=gain,
+                    ),
                 )
                 for r in range(self.ranks)
             ]

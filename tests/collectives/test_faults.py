@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 from commpress.codecs import codec_named
-from commpress.collectives.allreduce import Workspace, compressed_allreduce, reduce_message
+from commpress.collectives.allreduce import Call, Workspace, compressed_allreduce, reduce_message
 from commpress.collectives.buckets import one_message
 from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.transports.loopback import Faulty, Loopback, simulate
@@ -33,9 +33,7 @@ def reduce(transport, *, codec="sign", numel=NUMEL, name="", sequence=0):
         torch.ones(numel),
         None,
         message=message,
-        transport=transport,
-        workspace=Workspace(),
-        sequence=sequence,
+        call=Call(transport=transport, workspace=Workspace(), sequence=sequence),
     )
     return run(steps)
 

@@ -18,7 +18,7 @@ from commpress.codecs.family import EXACT, NAMES
 from commpress.codecs.policy import ByName, Same
 from commpress.collectives import buckets
 from commpress.collectives.agreement import gathered
-from commpress.collectives.allreduce import Workspace, compressed_allreduce, reduce_bucket
+from commpress.collectives.allreduce import Call, Workspace, compressed_allreduce, reduce_bucket
 from commpress.collectives.buckets import Span, messages
 from commpress.collectives.transports import factory
 from commpress.collectives.transports import torch as gloo
@@ -75,9 +75,8 @@ class Rank:
         self.outputs.append(buffer)
 
     def reduce(self, buffer, **options):
-        return reduce_bucket(
-            buffer, self.feedbacks, messages=self.plan, transport=self.transport, **options
-        )
+        call = Call(transport=self.transport, **options)
+        return reduce_bucket(buffer, self.feedbacks, self.plan, call)
 
     def result(self):
         """Every bit that a step left: outputs, residuals, and what was sent."""

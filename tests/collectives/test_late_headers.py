@@ -6,7 +6,7 @@ import torch
 
 import commpress.collectives.allreduce as allreduce
 from commpress.codecs import codec_named
-from commpress.collectives.allreduce import Workspace, reduce_message
+from commpress.collectives.allreduce import Call, Workspace, reduce_message
 from commpress.collectives.buckets import one_message
 from commpress.collectives.frame import LateHeaders
 from commpress.collectives.transports.loopback import Loopback, simulate
@@ -47,11 +47,9 @@ def reduced(codec, size, *, transports=None, alter=lambda inputs: None, asks=Fal
             x,
             f,
             message=message,
-            transport=t,
-            workspace=Workspace(checksum=False),
-            sequence=3,
-            key=5,
-            asks=asks,
+            call=Call(
+                transport=t, workspace=Workspace(checksum=False), sequence=3, key=5, asks=asks
+            ),
         )
         for x, f, t in zip(inputs, feedbacks, transports or unchecked(size), strict=True)
     ]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commpress.collectives.links import choose, flat_seconds, hierarchical_seconds
+from commpress.collectives.levels import choose, flat_seconds, hierarchical_seconds
 from commpress.collectives.measured_links import (
     FILE,
     BufferTrial,

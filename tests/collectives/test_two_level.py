@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from commpress.codecs import ByName, SignCodec, TernaryCodec, codec_named, policy_of
 from commpress.codecs.family import EXACT, NAMES
 from commpress.collectives import two_level
-from commpress.collectives.allreduce import Workspace, compressed_allreduce
+from commpress.collectives.allreduce import Call, Workspace, compressed_allreduce
 from commpress.collectives.buckets import Span
 from commpress.collectives.frame import HEADER
 from commpress.collectives.topology import Topology
@@ -202,8 +202,8 @@ def test_messages_in_a_pipeline_change_nothing(monkeypatch):
         for buffer, transport in zip(buffers, Loopback(5).transports(), strict=True):
             h = hierarchy_of(topology, transport)
             plan = routes(spans, policy, h)
-            options = {"hierarchy": h, "workspace": Workspace(), "sequence": 0}
-            ranks.append(reduce_routes(buffer, [r.zeros() for r in plan], plan=plan, **options))
+            call = Call(h.inside, Workspace())
+            ranks.append(reduce_routes(buffer, [r.zeros() for r in plan], plan, h, call))
         simulate(ranks)
         assert all(torch.equal(buffers[0], b) for b in buffers)
         return buffers[0], len(plan)

@@ -16,6 +16,7 @@ from commpress.choice import (
     METHODS,
     UNTIMED,
     Auto,
+    Now,
     Ruled,
     Seen,
     methods_of,
@@ -128,7 +129,9 @@ def late_of(codec, steps):
     ddp = DistributedDataParallel(torch.nn.Linear(96, 80, bias=False))
     state = commpress.compress(ddp, codec, topology=None)
     auto = Auto((codec,), policy_of, numel=96 * 80)
-    state.choice.looks, state.choice.observe = lambda step: step == steps - 1, auto.observe
+    now = Now(state.choice.usual)
+    state.choice.at = lambda step, *_, **__: now._replace(looks=step == steps - 1)
+    state.choice.observe = auto.observe
     draws, owed = torch.Generator().manual_seed(rank), torch.zeros(80, 96)
     for _ in range(steps):
         x = torch.randn(8, 96, generator=draws)

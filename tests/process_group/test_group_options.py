@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 from commpress.codecs import SignCodec, policy_of
-from commpress.collectives.allreduce import Workspace, reduce_bucket
+from commpress.collectives.allreduce import Call, Workspace, reduce_bucket
 from commpress.collectives.buckets import Span, messages
 from commpress.collectives.frame import HEADER
 from commpress.collectives.transports.loopback import Loopback, simulate
@@ -144,10 +144,7 @@ def twin(size, codec, average):
                         b,
                         f,
                         messages=plan,
-                        transport=t,
-                        workspace=Workspace(),
-                        sequence=0,
-                        key=step,
+                        call=Call(transport=t, workspace=Workspace(), sequence=0, key=step),
                     )
                     for b, f, t in zip(buffers, owed[i], Loopback(size).transports(), strict=True)
                 ]

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 from commpress.codecs import Codec, Policy, policy_of
-from commpress.collectives.allreduce import Workspace, reduce_bucket
+from commpress.collectives.allreduce import Call, Workspace, reduce_bucket
 from commpress.collectives.buckets import Span, messages
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.loopback import Loopback, simulate
@@ -302,10 +302,7 @@ def reduce_gradients(
                         buffer,
                         [store.attach(m.keys, m.pieces, buffer.device) for m in parts],
                         messages=parts,
-                        transport=transport,
-                        workspace=Workspace(),
-                        sequence=i,
-                        key=key,
+                        call=Call(transport=transport, workspace=Workspace(), sequence=i, key=key),
                     )
                     for buffer, store, transport in zip(
                         buffers, stores, Loopback(len(models)).transports(), strict=True
@@ -338,9 +335,7 @@ def in_two_levels(spans, buffers, stores, policy, topology, key):
                 feedbacks,
                 plan=parts,
                 hierarchy=hierarchy,
-                workspace=Workspace(),
-                sequence=0,
-                key=key,
+                call=Call(transport=hierarchy.inside, workspace=Workspace(), sequence=0, key=key),
             )
         )
     return simulate(ranks)
