@@ -83,7 +83,7 @@ class VersionRecord(NamedTuple):
 
     @property
     def blocks(self) -> list[int]:
-        """How many each part has."""
+        """Counts of blocks, by part."""
         return [len(each) for each in self.hashes]
 
     @property
