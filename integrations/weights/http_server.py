@@ -15,16 +15,7 @@ from typing import Any
 from commpress.collectives.transports.run_key import CALLER, DOOR, nonce, proof, proves
 from commpress.errors import CommpressError, InvalidArgument
 from commpress.integrations.observe.limited_server import LimitedServer, listening
-from commpress.integrations.weights.http_place import (
-    CHALLENGE,
-    LONGEST_WAIT,
-    PROOF_HEADER,
-    SCHEME,
-    answered,
-    asked,
-    checked_key,
-    reading_place,
-)
+from commpress.integrations.weights import http_place
 from commpress.integrations.weights.places import MOST, PART, ObjectPlace, ReadablePlace
 from commpress.integrations.weights.relay import RelayPlace
 from commpress.integrations.weights.weight_records import HEAD_NAME, is_plain, version_of
@@ -33,7 +24,7 @@ log = logging.getLogger("commpress")
 AT_ONCE = 256  # connections, a thread each; strangers make room first
 STRANGER_SECONDS = 5.0  # until a connection must have shown the key
 _RANGE = re.compile(r"bytes=(\d{1,19})-(\d{1,19})")
-_AUTHORIZATION = re.compile(rf"{SCHEME} ([0-9a-f]{{32}}) ([0-9a-f]{{64}})")
+_AUTHORIZATION = re.compile(rf"{http_place.SCHEME} ([0-9a-f]{{32}}) ([0-9a-f]{{64}})")
 _WAIT = re.compile(HEAD_NAME + r"\?after=(\d{1,15})&seconds=(\d{1,3}\.\d{3})")
 
 
@@ -56,9 +47,9 @@ class WeightServer:
         host: str = "127.0.0.1",
         key: bytes | None = None,
     ) -> None:
-        key, text = checked_key(key), os.fspath(source)
+        key, text = http_place.checked_key(key), os.fspath(source)
         relays = text.startswith(("http://", "https://"))
-        place = RelayPlace(text, key) if relays else reading_place(source, key)
+        place = RelayPlace(text, key) if relays else http_place.reading_place(source, key)
         if isinstance(place, ObjectPlace):
             raise InvalidArgument(f"source is {source!r}, which readers can read without a server")
 
@@ -122,7 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(400, b"", {})
             return
         first, last = int(found[1]), int(found[2])
-        key, place, request, own = self.server.key, self.server.place, asked(name, first, last), b""
+        key, place, own = self.server.key, self.server.place, b""
+        request = http_place.asked(name, first, last)
         if key is not None:
             shown = _AUTHORIZATION.fullmatch(self.headers.get("Authorization", ""))
             own, given = map(bytes.fromhex, shown.groups()) if shown else (b"", b"")
@@ -133,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
         most, status, body, total = min(last - first + 1, MOST), 206, b"", 0
         try:
             if wait:
-                whole = place.head(int(wait[1]), min(float(wait[2]), LONGEST_WAIT))
+                whole = place.head(int(wait[1]), min(float(wait[2]), http_place.LONGEST_WAIT))
                 body, total = whole[first : first + most], len(whole)
             else:
                 body, total = place.range(name, first, most)
@@ -149,15 +141,15 @@ class _Handler(BaseHTTPRequestHandler):
             at = f"{first}-{first + len(body) - 1}" if body else "*"
             headers["Content-Range"] = f"bytes {at}/{total}"
         if key is not None:
-            shown_too = proof(key, DOOR, "", request, own, answered(status, total, body))
-            headers[PROOF_HEADER] = shown_too.hex()
+            shown_too = proof(key, DOOR, "", request, own, http_place.answered(status, total, body))
+            headers[http_place.PROOF_HEADER] = shown_too.hex()
         self._answer(status, body, headers)
         self._note(name, len(body))
 
     def _answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         if self.server.key is not None:
             self._challenge = nonce()  # each is good for one request
-            headers = {**headers, CHALLENGE: self._challenge.hex()}
+            headers = {**headers, http_place.CHALLENGE: self._challenge.hex()}
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)
