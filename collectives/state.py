@@ -23,7 +23,7 @@ import torch
 
 from commpress.codecs import Codec, policy_of
 from commpress.codecs.family import EXACT
-from commpress.collectives.allreduce import reduce_message, settle
+from commpress.collectives.allreduce import Call, reduce_message, settle
 from commpress.collectives.buckets import Span, one_message
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
@@ -199,14 +199,9 @@ class Stateful:
         """Return this rank's shard of all residuals, and on rank 0 the common state."""
         channel, means = self.channel, _copied(self.waiting())
         for mean in means.values():
-            yield from reduce_message(
-                mean,
-                None,
-                message=one_message(mean.numel(), EXACT, channel.size, name="window"),
-                transport=channel.transport,
-                workspace=channel.workspace,
-                sequence=channel.take(),
-            )
+            message = one_message(mean.numel(), EXACT, channel.size, name="window")
+            call = Call(channel.transport, channel.workspace, channel.take())
+            yield from reduce_message(mean, None, message, call)
         state = self.common() | means if channel.rank == 0 else self.head()
         for name, each in self.exchange_sets().items():
             parts, sequence = self.parts_of(each), channel.take()
