@@ -317,9 +317,9 @@ def times(chosen: list[Sequence[Curve]], options: argparse.Namespace) -> Results
         counters = trainees[kind].optimizer.counters  # type: ignore[attr-defined]
         before = counters.wire_bytes
         trainees[kind].train(1)
-        if (sent := counters.wire_bytes - before) != count:
+        if (now := counters.wire_bytes - before) != count:
             raise StateMismatch(
-                f"a step {kind!r} sends {sent} bytes here, but sent {count} when its curve was "
+                f"a step {kind!r} sends {now} bytes here, but sent {count} when its curve was "
                 "trained: remove that curve from the file of --losses"
             )
     for trainee in trainees.values():

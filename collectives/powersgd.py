@@ -114,10 +114,9 @@ def matrices_of(
     found: dict[str, tuple[Codec, list[tuple[Span, tuple[int, int, int]]]]] = {}
     for span, shape in zip(spans, shapes, strict=True):
         codec = policy.choose(span.name, span.numel)
-        matrix = codec.matrix(shape) if isinstance(codec, LowRankCodec) else None
-        if matrix is not None:
-            factors = codec.factors
-            found.setdefault(factors.spec, (factors, []))[1].append((span, matrix))
+        if isinstance(codec, LowRankCodec) and (matrix := codec.matrix(shape)) is not None:
+            alike = found.setdefault(codec.factors.spec, (codec.factors, []))
+            alike[1].append((span, matrix))
     return [
         (factors, sorted(matrices, key=lambda one: (one[1], one[0].source)))
         for _, (factors, matrices) in sorted(found.items())
