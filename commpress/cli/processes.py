@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -81,8 +80,6 @@ def none_left() -> Iterator[None]:
                 with suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
             time.sleep(0.01)
-        with suppress(ChildProcessError):  # killed with all others, or never started
-            resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
         _adopt(False)
         for number, handler in before.items():
             signal.signal(number, handler)
