@@ -35,7 +35,7 @@ AUTO = "auto"
 # from the most exact to the coarsest; a codec that may change a loss is tried only on request
 METHODS = (PLAIN, "fp8", "int4")
 # also tried where ranks reduce in one level, and used if its residuals stay small
-LOW_RANK = "powersgd-4"
+LOW_RANK = "powersgd-8+fp8"
 UNTIMED = 3  # first steps: DDP rebuilds its buckets, memory is allocated, kernels are compiled
 CONSECUTIVE = 3  # steps of a method in a row; the first of them does not count
 ROUNDS = 4  # turns of each method
@@ -119,7 +119,7 @@ class Auto(Choice):
 
     The residuals of all ranks are summed first, because a low-rank codec leaves on each rank the
     noise in which its gradient differs from the others, and this adds up to little. ``fp8`` has a
-    lateness of 0.04, ``int4`` 0.2, ``powersgd-4`` 0.1 to 1.6, ``sign`` 5 to 100 (a GPT of 0.9
+    lateness of 0.04, ``int4`` 0.2, ``powersgd-8+fp8`` 0.1 to 0.5, ``sign`` 5 to 100 (a GPT of 0.9
     million parameters, 240 steps): up to ``LATE`` training is as good as without compression.
     """
 

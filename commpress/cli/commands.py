@@ -53,10 +53,10 @@ COMMANDS = (  # in the order in which help shows them
       bf16             torch's bf16_compress_hook
       torch-powersgd4  torch's powerSGD_hook, rank 4; also torch-powersgd1 and 2
       diloco           30 steps alone, then one exchange in float32
-      int8             commpress.compress(ddp, "int8")
-      sign             commpress.compress(ddp, "sign"), int8 for the output layer
+      fp8              commpress.compress(ddp), eight bits
+      sign             commpress.compress(ddp, "sign"), fp8 for the output layer
       zero-one         commpress.ZeroOneAdam
-      powersgd-4       commpress.compress(ddp, "powersgd-4")
+      powersgd-8+fp8   commpress.compress(ddp, "powersgd-8+fp8")
       local            commpress.LocalUpdates(optimizer): exchanges hide behind computing
     and ends with a table, the lowest loss first, and a picture: loss against seconds. Each way has
     the best of the learning rates that were tried for it. Kernels are compiled before a clock
@@ -64,14 +64,14 @@ COMMANDS = (  # in the order in which help shows them
 
       commpress demo                                  about 10 minutes on 2 cores
       commpress demo --quick                          3 minutes
-      commpress demo --rate 1gbit --ways plain,bf16,int8,zero-one --out gigabit.svg
+      commpress demo --rate 1gbit --ways plain,bf16,fp8,zero-one --out gigabit.svg
       commpress demo --ways plain,sign --steps 500 --network loopback --error-feedback none
                                                       what is lost if what a bit leaves out is
                                                       thrown away
     """,
         """
     --ways A,B | refused by contenders |
-        no-network,plain,bf16,torch-powersgd4,diloco,int8,sign,zero-one,powersgd-4,local |
+        no-network,plain,bf16,torch-powersgd4,diloco,fp8,sign,zero-one,powersgd-8+fp8,local |
         these, or any codec of commpress
     --quick | | | 10 seconds for each way
     --seconds S | positive | | for each way (default 50)

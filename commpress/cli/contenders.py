@@ -30,9 +30,9 @@ torch-powersgd1 | 2.5e-4 | torch's powerSGD_hook, rank 1
 torch-powersgd2 | 5e-4   | torch's powerSGD_hook, rank 2
 torch-powersgd4 | 5e-4   | torch's powerSGD_hook, rank 4
 diloco          | 2.5e-4 | DiLoCo: 30 steps, float32, Nesterov(0.7, 0.9)
-powersgd-4      | 5e-4   | commpress.compress, codec powersgd-4
-int8            | 1e-3   | commpress.compress, codec int8
-sign            | 1e-3   | commpress.compress, codec sign, int8 for the output layer
+powersgd-8+fp8  | 7e-4   | commpress.compress, codec powersgd-8+fp8
+fp8             | 1e-3   | commpress.compress as it is: fp8
+sign            | 1e-3   | commpress.compress, codec sign, fp8 for the output layer
 zero-one        | 5e-4   | commpress.ZeroOneAdam
 local           | 1e-3   | commpress.LocalUpdates as it is: exchanges hide behind computing
 """

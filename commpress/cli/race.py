@@ -147,7 +147,7 @@ def racer(lane: Lane) -> Trainee:
     codec = None
     # the output layer has the spikiest gradients; at low rank it is a matrix like others
     if contender(name).ours and not isinstance(codec_named(name), LowRankCodec):
-        codec = commpress.ByName({"^head": "int8"}, name)
+        codec = commpress.ByName({"^head": "fp8"}, name)
     more = {"min_numel": 256, "error_feedback": lane.error_feedback, "seed": load.seed}
     return under_ddp(name, load, lr, codec=codec, **more)
 

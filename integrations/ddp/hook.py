@@ -90,8 +90,8 @@ def compress(
     """Compress the gradients of ``ddp`` from its next backward on; return the state, which holds
     residuals and counters.
 
-    ``codec="auto"`` tries no compression, ``fp8``, ``int4`` and, in one level, ``powersgd-4`` for
-    a few steps each and keeps the fastest; powersgd only while its residual is at most two
+    ``codec="auto"`` tries no compression, ``fp8``, ``int4`` and, in one level, ``powersgd-8+fp8``
+    for a few steps each and keeps the fastest; powersgd only while its residual is at most two
     gradients. ``"auto+sign"`` tries ``sign`` as well, however large its residual;
     ``"auto:fp8,sign"`` tries these alone. ``PerLayer`` chooses a codec for every layer,
     repeatedly. ``plan``: a file written by ``commpress plan``, or its content, in place of a codec.

@@ -100,7 +100,7 @@ def test_low_rank_enters_where_it_sends_gradients_in_time_and_leaves_when_it_fal
     assert run.auto.methods == ("plain", "fp8", "int4", LOW_RANK, "sign")
     assert [method for _, method in run.looks] == [LOW_RANK], "once, at the end of its last turn"
     assert (run.auto.method, run.auto.instead) == (LOW_RANK, "sign")
-    assert "powersgd-4 keeps back 0.5 gradients (at most 2)" in run.auto.why
+    assert "powersgd-8+fp8 keeps back 0.5 gradients (at most 2)" in run.auto.why
     for late in (0.5, LATE + 1, 0.1, LATE + 1):  # one late look is none
         run.late = late
         run.take(EVERY)
@@ -108,14 +108,14 @@ def test_low_rank_enters_where_it_sends_gradients_in_time_and_leaves_when_it_fal
     run.take(EVERY)
     assert run.auto.method == "sign"
     assert all(step % EVERY == EVERY - 1 for step, _ in run.looks[1:])
-    assert run.auto.why == "sign, because powersgd-4 kept back 3 gradients"
+    assert run.auto.why == "sign, because powersgd-8+fp8 kept back 3 gradients"
 
 
 def test_low_rank_stays_out_where_it_does_not_or_is_asked_for():
     run = chosen("auto+sign", SECONDS, late=LATE + 0.1)
     assert (run.auto.method, run.auto.instead) == ("sign", "")
-    assert "powersgd-4 keeps back 2.1 gradients" in run.auto.why
-    for codec in ("auto:powersgd-4", "auto+powersgd-4", "auto:fp8"):
+    assert "powersgd-8+fp8 keeps back 2.1 gradients" in run.auto.why
+    for codec in ("auto:powersgd-8+fp8", "auto+powersgd-8+fp8", "auto:fp8"):
         run = chosen(codec, SECONDS, late=LATE + 1)
         assert run.auto.judged == ()
         assert run.looks == []
@@ -256,7 +256,7 @@ def fallen_behind(late):
 def test_another_codec_takes_the_place_of_one_that_falls_behind(pool):
     for method, why in pool.run(fallen_behind, 1e-6, size=2):
         assert method == "fp8"
-        assert why.startswith("fp8, because powersgd-4 kept back")
+        assert why.startswith("fp8, because powersgd-8+fp8 kept back")
     for found in pool.run(fallen_behind, 100.0, size=2):
         assert found == (LOW_RANK, "told")
 
