@@ -7,6 +7,7 @@ An object declares its state; the rest follows.
     bases         learnt by codecs of matrices              equal on all ranks
     copies()      tensors of its own                        equal on all ranks
     schedule()    numbers, text and lists                   equal on all ranks
+    waiting()     tensors of an open round                  different; on other ranks their mean
 
 A rank saves its own part (exact) or its shard of the totals (elastic), see ``residual_state``. When
 the ranks change, residuals are handed over and ranks that are behind or new receive the rest
@@ -59,6 +60,10 @@ class Checked(NamedTuple):
 
 class Stateful:
     """Object with a ``channel``, ``exchanges`` and a ``handover``, made by ``connect``.
+
+    It overrides what it says (``copies``, ``schedule``, ``follow`` …). An object with several sets
+    of exchanges names them in ``exchange_sets``; one whose state lies elsewhere overrides ``part``,
+    ``elastic_part`` and ``joined`` too.
 
     - ``steps_done``: rounds of messages that all ranks have settled.
     """
@@ -232,6 +237,7 @@ class Stateful:
         return state
 
     def head(self) -> State:
+        """Return the entries by which a part is recognised."""
         return {"object": type(self).__name__, "step": self.number}
 
     def common(self) -> State:

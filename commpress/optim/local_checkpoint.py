@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 SHARED = ("steps", "exchanged", "round", "facts", "weights", "outer", "layout")
 OWN = ("flight", "counts")
-FLIGHT = ("fragment", "due", "taken", "mean")
+FLIGHT = ("due", "taken", "finite", "alpha", "long")  # of a running exchange
 
 
 # ---------------------------------------------------------------- saving
@@ -65,14 +65,9 @@ def own(local: "LocalUpdates") -> dict[str, Any]:
     if flight is not None:
         under_way = {
             "fragment": flight.fragment.number,
-            "due": flight.due,
-            "taken": flight.taken,
             "mean": flight.fragment.work.clone(),
-            "finite": flight.finite,
-            "alpha": flight.alpha,
-            "long": flight.long,
             "pace": list(flight.pace or ()),
-        }
+        } | {name: getattr(flight, name) for name in FLIGHT}
     return {
         "inner": inner_of(local),
         "flight": under_way,
@@ -224,7 +219,7 @@ def _check_shared(local: "LocalUpdates", shared: Mapping[str, Any]) -> None:
 def _check_own(local: "LocalUpdates", state: Mapping[str, Any]) -> None:
     """Raise ``StateMismatch`` unless a rank's own state is complete and fits."""
     if (flight := state["flight"]) is not None:
-        check_entries(flight, FLIGHT, "the exchange under way")
+        check_entries(flight, ("fragment", "due", "taken", "mean"), "the exchange under way")
         number = int(flight["fragment"])
         if not 0 <= number < len(local.fragments):
             raise StateMismatch(
@@ -275,12 +270,8 @@ def _load_own(local: "LocalUpdates", state: Mapping[str, Any]) -> None:
         fragment.work.copy_(flight["mean"])
         local.flight = Flight(
             fragment,
-            int(flight["due"]),
-            taken=bool(flight["taken"]),
-            finite=bool(flight.get("finite", True)),
-            alpha=float(flight.get("alpha", local.alpha or 0.0)),
-            long=bool(flight.get("long", False)),
             pace=Pace(*map(float, flight["pace"])) if flight.get("pace") else None,
+            **{"alpha": local.alpha or 0.0} | {k: flight[k] for k in FLIGHT if k in flight},
         )
         local.taken = local.flight.taken
 

@@ -193,70 +193,6 @@ class OptimizerCounters(Totals):
         )
 
 
-class Clipping:
-    """Gradients clipped to ``max_norm`` by one factor for all ranks; None leaves them as they are.
-
-    After the freeze no rank has the mean gradient. Its norm is estimated as √(mean ‖g_i‖²) times
-    their ratio during the exact steps, ``facts.norm_ratio``.
-    """
-
-    def __init__(self, max_norm: float | None) -> None:
-        if max_norm is not None and max_norm <= 0:
-            raise InvalidArgument(
-                f"max_grad_norm is {max_norm!r}, expected a positive number or None"
-            )
-        self.max_norm = max_norm
-        self._local_norm = 0.0  # √(mean ‖g_i‖²) of this step
-        self.last = 1.0  # the factor of this step, for gradients that are not in its messages
-
-    def factor(self, norm: float, own: float = 0.0) -> float:
-        """Return the factor for gradients of this norm; ``own``: squares of local experts'
-        gradients."""
-        whole = (norm * norm + own) ** 0.5 if isfinite(norm) else norm
-        self.last = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (whole + 1e-6))
-        return self.last
-
-    def agreed(self, optimizer: "CompressedOptimizer", gain: float, *, exact: bool) -> Steps[float]:
-        """Agree on the factor of local gradients, ``gain`` included; an exact round clips their
-        mean instead."""
-        if self.max_norm is None:
-            return gain
-        if optimizer.columns is not None:
-            gradients = [
-                optimizer._flat.gradient(i) for i in range(len(optimizer._flat.parameters))
-            ]
-            self._local_norm = (yield from optimizer.squares_of_mesh(gradients, gain)) ** 0.5
-        else:
-            every = yield from optimizer.gathered([optimizer.squares(gain)])
-            self._local_norm = float(every[:, 0].mean()) ** 0.5
-        if exact or not isfinite(self._local_norm):
-            return gain
-        return gain * self.of_local(optimizer, self._local_norm)
-
-    def of_local(self, optimizer: "CompressedOptimizer", norm: float) -> float:
-        """Return the factor for local gradients of this norm."""
-        return self.factor((optimizer.facts.norm_ratio or 1.0) * norm, optimizer.expert_squares)
-
-    def clip(
-        self, optimizer: "CompressedOptimizer", mean: torch.Tensor, norm: float | None = None
-    ) -> bool:
-        """Clip the mean gradient as ``clip_grad_norm_`` does; False if its ``norm``, given if this
-        is a part, is not finite."""
-        if self.max_norm is None:
-            return True
-        norm, facts = (
-            float(torch.linalg.vector_norm(mean)) if norm is None else norm,
-            optimizer.facts,
-        )
-        if not isfinite(norm):
-            return False
-        mean.mul_(self.factor(norm, optimizer.expert_squares))
-        if optimizer.channel.size > 1 and self._local_norm > 0:
-            ratio = norm / self._local_norm
-            facts.norm_ratio += (0.05 if facts.norm_ratio else 1.0) * (ratio - facts.norm_ratio)
-        return True
-
-
 class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
     """Base of the optimizers; ``OneBitAdam`` explains the options.
 
@@ -320,7 +256,10 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
         )
         finer = None if spiky_codec is None else codec_named(spiky_codec)
         self.tensors = TensorStates(self.codec, finer, self.exact_codec, min_numel, variance_floor)
-        self.clipping, self.facts = Clipping(max_grad_norm), Facts()
+        _check_norm(max_grad_norm)
+        self._max_norm, self.facts = max_grad_norm, Facts()
+        self._local_norm = 0.0  # √(mean ‖g_i‖²) of this step
+        self._clipped = 1.0  # the factor of this step, for gradients that are not in its messages
         self.on_nonfinite, self.check_every, self.seed = on_nonfinite, check_every, seed
         self.error_feedback, self.grad_scaler = error_feedback, grad_scaler
         self.counters = OptimizerCounters()
@@ -599,11 +538,52 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
             yield from self.apply(kind)
         return taken
 
+    # ------------------------------------------------------------ one factor for all ranks
+
+    def agree_on_gain(self, *, exact: bool) -> Steps[float]:
+        """Agree on the factor of local gradients, 1 / loss scale included; an exact round clips
+        their mean instead.
+
+        After the freeze no rank has the mean gradient. Its norm is estimated as √(mean ‖g_i‖²)
+        times their ratio during the exact steps, ``facts.norm_ratio``.
+        """
+        gain = self.gain()
+        if self._max_norm is None:
+            return gain
+        if self.columns is not None:
+            gradients = [self._flat.gradient(i) for i in self.numbers]
+            self._local_norm = (yield from self.squares_of_mesh(gradients, gain)) ** 0.5
+        else:
+            every = yield from self.gathered([self.squares(gain)])
+            self._local_norm = float(every[:, 0].mean()) ** 0.5
+        if exact or not isfinite(self._local_norm):
+            return gain
+        return gain * self.factor_of_local(self._local_norm)
+
+    def factor_of_local(self, norm: float) -> float:
+        """Return the factor for local gradients of this norm."""
+        return self._factor((self.facts.norm_ratio or 1.0) * norm)
+
     def clip(self) -> Steps[bool]:
-        """Clip the mean gradient; False if its norm is not finite."""
-        if self.clipping.max_norm is None:
+        """Clip the mean gradient as ``clip_grad_norm_`` does; False if its norm is not finite."""
+        if self._max_norm is None:
             return True
-        return self.clipping.clip(self, self.mean, (yield from self.norm_of_mean()))
+        known = yield from self.norm_of_mean()
+        norm = float(torch.linalg.vector_norm(self.mean)) if known is None else known
+        if not isfinite(norm):
+            return False
+        self.mean.mul_(self._factor(norm))
+        if self.channel.size > 1 and self._local_norm > 0:
+            ratio, facts = norm / self._local_norm, self.facts
+            facts.norm_ratio += (0.05 if facts.norm_ratio else 1.0) * (ratio - facts.norm_ratio)
+        return True
+
+    def _factor(self, norm: float) -> float:
+        """Return the factor for gradients of this norm, beside those of local experts."""
+        whole = (norm * norm + self.expert_squares) ** 0.5 if isfinite(norm) else norm
+        if self._max_norm is not None:
+            self._clipped = min(1.0, self._max_norm / (whole + 1e-6))
+        return self._clipped
 
     def local(self, gain: float) -> None:
         """Step without communication, in optimizers whose ``round`` may be LOCAL."""
@@ -764,7 +744,7 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
         if kind is RoundKind.LOCAL and not isfinite(self.experts.total):
             self.counters.ignored_gradients += 1
             return
-        self.experts.step(self.gain() * self.clipping.last)
+        self.experts.step(self.gain() * self._clipped)
 
     def _key(self) -> int:
         """Return the seed of this step's random numbers."""
@@ -887,7 +867,7 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
 
     @property
     def max_grad_norm(self) -> float | None:
-        return self.clipping.max_norm
+        return self._max_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, norm: float | None) -> None:
@@ -899,7 +879,8 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
             raise InvalidArgument(
                 f"max_grad_norm is {norm!r}, expected None: the optimizer has agree_over, see there"
             )
-        self.clipping = Clipping(norm)
+        _check_norm(norm)
+        self._max_norm, self._clipped = norm, 1.0
 
     def _comparison_is_due(self) -> bool:
         came = self._reformed or any(
@@ -1121,6 +1102,11 @@ def _refuse_unknown(kind: type, options: dict[str, Any]) -> None:
         options,
         *(base.__init__ for base in kind.__mro__ if issubclass(base, CompressedOptimizer)),
     )
+
+
+def _check_norm(norm: float | None) -> None:
+    if norm is not None and norm <= 0:
+        raise InvalidArgument(f"max_grad_norm is {norm!r}, expected a positive number or None")
 
 
 def check_numbers(group: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
             return False
         every = self.numbers
         gradients, gain = [self._flat.gradient(i) for i in every], self.gain()
-        if gain != 1.0 or self.clipping.max_norm is not None or self.columns is not None:
+        if gain != 1.0 or self.max_grad_norm is not None or self.columns is not None:
             for _, at in self.groups():
                 self.take_gradients(at, None, gain)
             if not (yield from self.clip()):
@@ -93,7 +93,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
             outcomes, indices = yield from self.bucket_rounds.finish(kind)
             left -= indices
         if left:
-            gain = yield from self.clipping.agreed(self, self.gain(), exact=kind is RoundKind.EXACT)
+            gain = yield from self.agree_on_gain(exact=kind is RoundKind.EXACT)
             for group, at in self.groups():
                 self.begin(kind, group, [i for i in at if i in left], gain)
             outcomes = outcomes + (yield from self.reduce(kind, sorted(left)))

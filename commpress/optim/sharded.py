@@ -135,7 +135,7 @@ class ShardedOptimizer(Divided, CompressedOptimizer):
 
     def send(self, kind: RoundKind) -> Steps[list[Outcome]]:
         exact = kind is RoundKind.EXACT
-        gain = yield from self.clipping.agreed(self, self.gain(), exact=exact)
+        gain = yield from self.agree_on_gain(exact=exact)
         self.prepare(kind, gain)
         return (
             yield from (self.full if exact else self.quantized).reduce(

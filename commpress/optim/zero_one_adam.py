@@ -523,10 +523,10 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
     def _local_gain(self, gain: float) -> float:
         """Return the factor of the local gradients; 0 if they are to be clipped and their norm is
         not finite."""
-        if self.clipping.max_norm is None:
+        if self.max_grad_norm is None:
             return gain
         squares = self.squares(gain)
-        return gain * self.clipping.of_local(self, squares**0.5) if isfinite(squares) else 0.0
+        return gain * self.factor_of_local(squares**0.5) if isfinite(squares) else 0.0
 
     def after(self, kind: RoundKind) -> Steps[None]:
         yield from ()
@@ -773,7 +773,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
         finite = isfinite(squares)
         self.counters.ignored_gradients += not finite
         if finite:
-            gain *= self.clipping.of_local(self, squares**0.5)
+            gain *= self.factor_of_local(squares**0.5)
             self.cut(self.numbers, gain, self.work)
         else:
             self.work.zero_()
