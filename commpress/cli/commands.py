@@ -149,7 +149,7 @@ COMMANDS = (  # in the order in which help shows them
     Simulates a training step for each candidate (docs/simulator.md), counts its bytes and its
     memory on every tier, and ranks them. Candidates: no compression, torch's bf16 hook, codecs
     under DDP in one or two levels, 1-bit and 0/1 Adam, local updates, ZeRO stages, optimizer states
-    on the host or on disk. It advises no compression, int8 or int4; --allow sign,powersgd-4,local
+    on the host or on disk. It advises no compression, fp8 or int4; --allow sign,powersgd-4,local
     lets it choose what may change the loss, too. Local updates must save a quarter of a step to be
     advised. Of the ways that a file can name it writes the best one:
 

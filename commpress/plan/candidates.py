@@ -32,9 +32,9 @@ from commpress.plan.simulator import (
 from commpress.plan.ways import MIN_NUMEL, Scenario, widest
 
 # of DDP's gradients, from exact to coarse
-WAYS = (PLAIN, "bf16-ring", "int8", "int4", "sign", "powersgd-4")
+WAYS = (PLAIN, "bf16-ring", "fp8", "int4", "sign", "powersgd-4")
 # of these, those that are chosen unasked: the others may change a loss
-CHOSEN = (PLAIN, "int8", "int4")
+CHOSEN = (PLAIN, "fp8", "int4")
 HOOK = {"bf16-ring"}  # torch's own hook: no codec of ours, so no plan can name it
 # how a user gets them, and their effect
 UNCOMPRESSED = {
@@ -239,7 +239,7 @@ def _sharded(scenario: Scenario) -> list[Candidate]:
     n, ranks, scratch = 4.0 * model.numel, scenario.cluster.size, SCRATCH * 1e6 * scenario.bucket_mb
     most = widest(scenario.buckets) + ranks * 64 * len(model.shapes)
     found = []
-    for codec in ("none", "int8"):
+    for codec in ("none", "fp8"):
         scatter, gather = (_shards(scenario.buckets, codec, gather=g) for g in (False, True))
         down = simulate_step(*machines, scatter, most, scenario.training)
         up = simulate_calls(*machines, gather, most)

@@ -55,21 +55,21 @@ def test_a_slow_link_wants_compression_and_a_fast_one_none():
     assert plan.why.startswith("do not compress")
     names = {c.name: c for c in slow}
     assert names["ZeRO-1 none"].sent_bytes == pytest.approx(names["plain"].sent_bytes, rel=0.01)
-    assert names["ZeRO-1 int8"].sent_bytes == pytest.approx(names["int8"].sent_bytes, rel=0.05)
+    assert names["ZeRO-1 fp8"].sent_bytes == pytest.approx(names["fp8"].sent_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize(
     ("seconds", "ways", "chosen"),
     [
-        ((1.0, 0.5, 0.49, 0.495), (), "int8"),
+        ((1.0, 0.5, 0.49, 0.495), (), "fp8"),
         ((1.0, 0.5, 0.49, 0.4), (WAYS,), "sign"),
         ((1.0, 0.95, 0.95, 0.95), (), "plain"),
-        ((1.0, 0.93, 0.93, 0.93), (), "int8"),
+        ((1.0, 0.93, 0.93, 0.93), (), "fp8"),
     ],
 )
 def test_a_coarser_way_must_be_worth_it(seconds, ways, chosen):
     every = {c.codec: c for c in found("100mbit") if c.codec}
-    names = ("plain", "int8", "int4", "sign")
+    names = ("plain", "fp8", "int4", "sign")
     told = [replace(every[way], seconds=s) for way, s in zip(names, seconds, strict=True)]
     assert recommended(told, *ways).codec == chosen
 
@@ -197,7 +197,7 @@ def test_the_command_writes_what_hook_and_backend_read(command):
     assert group_options_from("plan.json").codec == plan.codec
     with open("all.json") as file:
         rows = json.load(file)["rows"]
-    names = {"plain", "sign", "0/1 Adam, every 16", "ZeRO-2 int8", "offload to disk int8"}
+    names = {"plain", "sign", "0/1 Adam, every 16", "ZeRO-2 fp8", "offload to disk fp8"}
     assert names <= {row["name"] for row in rows}
     assert "commpress.compress(ddp, " in said
     status, said, _ = command(*line, "--link", "none,1us")

@@ -52,7 +52,7 @@ def kept(stage, codec):
     return n, most, dist.get_world_size()
 
 
-@pytest.mark.parametrize(("codec", "stage"), few(["none", "int8"], [1, 2, 3]), ids=str)
+@pytest.mark.parametrize(("codec", "stage"), few(["none", "fp8"], [1, 2, 3]), ids=str)
 def test_sharded_candidates_keep_what_ranks_have(pool, stage, codec):
     for n, most, ranks in pool.run(kept, stage, codec, size=2):
         told = sharded_bytes(stage, n, ranks, codec)
@@ -67,7 +67,7 @@ def test_on_64_ranks_compression_keeps_as_much_as_the_whole_model():
     assert found["ZeRO-3 none"].memory["device"] == pytest.approx(
         16 * numel / 64 + scratch, rel=0.02
     )
-    assert found["ZeRO-3 int8"].memory["device"] == pytest.approx(
+    assert found["ZeRO-3 fp8"].memory["device"] == pytest.approx(
         24 * numel / 64 + 5 * numel + scratch, rel=0.02
     )
     assert not any("no_sync" in c.call for c in found.values())
