@@ -25,6 +25,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -65,7 +66,10 @@ class SocketTransport:
         self.members = tuple(members or range(len(mesh.world)))
         self.rank, self.size = self.members.index(mesh.rank), len(self.members)
         self.failure: str | None = None
-        self._scratch = Scratch(pinned=True)
+
+    @cached_property
+    def _scratch(self) -> Scratch:
+        return Scratch(pinned=True)
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         if inp.device.type == "cuda":
