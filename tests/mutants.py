@@ -791,11 +791,11 @@ MUTANTS = [
         "tests/optim/test_optim_checkpoints.py -k another_rank",
     ),
     Mutant(
-        "rows of a parameter that this model lacks are taken",
+        "rows that are missing are taken for zeros",
         "commpress/optim/checkpoint.py",
         "        if there != owned.numel:",
         "        if False:",
-        "tests/state/test_laws.py -k fit",
+        "tests/optim/test_optim_checkpoints.py -k missing",
     ),
     Mutant(
         "the pause of an alarm never doubles",

@@ -1,6 +1,8 @@
 """Saving and loading 1-bit Adam: bit for bit on as many ranks, nothing owed lost on others, from
 torch's Adam."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -95,3 +97,17 @@ def test_a_state_of_another_dtype_is_refused_with_both_dtypes_by_name(name):
     )
     with pytest.raises(StateMismatch, match=says):
         now.load_state_dict(saved.state_dict())
+
+
+def test_rows_that_are_missing_are_not_taken_for_zeros():
+    p = torch.nn.Parameter(torch.ones(40))
+    o = commpress.ShardedOneBitAdam([p], transport=Loopback(1).transport(0))
+    state = o.state_dict()
+    for damage, says in (
+        (lambda part: part["shards"].clear(), "0 of the 40 elements of parameter '#00000'"),
+        (lambda part: part["shards"][0].update(begin=1), "elements 1 to 41 of parameter 0, which"),
+    ):
+        bad = copy.deepcopy(state)
+        damage(bad["commpress"])
+        with pytest.raises(StateMismatch, match=says):
+            o.load_state_dict(bad)
