@@ -875,7 +875,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     # ------------------------------------------------------------ residuals
 
-    def owed(self) -> float:
+    def relative_residual(self) -> float:
         """Return ‖residual of this rank‖ / ‖momentum‖, both divided by s as in a step."""
         numbers, left = {name: i for i, name in enumerate(self._flat.names)}, 0.0
         for (name, offset), sent, _ in self.quantized.residuals.places():

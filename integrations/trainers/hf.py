@@ -231,7 +231,7 @@ class Compress(_Beside):
             numbers[f"commpress/{part}_ms"] = 1e3 * self._since[f"{part}_seconds"] / steps
         self._since.clear()
         if isinstance(self.state, CompressedOptimizer):
-            numbers["commpress/owed"] = self.state.owed()
+            numbers["commpress/residual"] = self.state.relative_residual()
         elif self.state.counters.errors:
             errors = self.state.counters.errors.values()
             numbers["commpress/error"] = sum(errors) / len(errors)

@@ -229,7 +229,7 @@ def alone(folder, kinds):
         trainer, callback = resumed_by_a_trainer(place, KINDS[name])
         torch.testing.assert_close(total([callback.loaded]), saved_total(place / "checkpoint-4"))
         assert trainer.optimizer.optimizer.steps_done == 6
-        assert trainer.optimizer.optimizer.owed() > 0 or name == "onebit"
+        assert trainer.optimizer.optimizer.relative_residual() > 0 or name == "onebit"
         trained(place, steps=6, optimizer=KINDS[name], resume=place / "checkpoint-6")
 
 
