@@ -36,7 +36,7 @@ class Peers(NamedTuple):
     size: int
     total: Callable[[torch.Tensor], torch.Tensor]  # sums a table over the ranks; collective
     # adds this rank's residual of a parameter to a tensor
-    owed: Callable[[str, torch.Tensor], None] | None = None
+    add_residual: Callable[[str, torch.Tensor], None] | None = None
     in_levels: bool = False  # two-level topology: the ranks of a node sum exactly
 
 

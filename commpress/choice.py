@@ -240,11 +240,11 @@ class Auto(Choice):
         """Return the lateness in the observed step, equal on all ranks."""
         own, left = [torch.zeros(1)], [torch.zeros(1)]
         for name, (sample, numel) in sorted(self._samples.items()):
-            owed = torch.zeros(numel, device=sample.device)
-            assert peers.owed is not None
-            peers.owed(name, owed)
+            residual = torch.zeros(numel, device=sample.device)
+            assert peers.add_residual is not None
+            peers.add_residual(name, residual)
             own.append(sample.cpu())
-            left.append(owed[:: self._stride].cpu())
+            left.append(residual[:: self._stride].cpu())
         self._samples.clear()
         table = peers.total(torch.stack([torch.cat(own), torch.cat(left)]))
         gradient, behind = table.double().norm(dim=1).tolist()

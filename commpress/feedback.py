@@ -373,21 +373,21 @@ class ResidualStore:
             return place.every()
         return self._loaded.get(key) or (torch.zeros(numel), torch.zeros(0))
 
-    def owed(self, name: str, out: torch.Tensor, rank: int, size: int) -> None:
+    def add_to(self, name: str, out: torch.Tensor, rank: int, size: int) -> None:
         """Add this rank's share of the residual R of parameter ``name`` to ``out``.
 
         The mean over the ranks is R = mean(sent) + the reduced residuals side by side.
         """
-        for (whose, offset), sent, reduced in self.places():
-            if whose == name:
+        for (parameter, offset), sent, reduced in self.places():
+            if parameter == name:
                 part = out[offset : offset + sent.numel()]
                 part += sent
                 add_reduced(part, reduced, rank, size)
 
     def pay(self, name: str, out: torch.Tensor, rank: int, size: int) -> None:
-        """Add the share as ``owed`` does, to a gradient that is sent exactly, and set the residual
-        to zero."""
-        self.owed(name, out, rank, size)
+        """Add the share to a gradient that is sent exactly, as ``add_to`` does, and set the
+        residual to zero."""
+        self.add_to(name, out, rank, size)
         self.clear((name,))
 
     def clear(self, names: Container[str]) -> None:
@@ -400,13 +400,13 @@ class ResidualStore:
 
     def scale(self, name: str, factor: torch.Tensor, rank: int) -> None:
         """Multiply the residuals of parameter ``name`` by ``factor``, element by element."""
-        for (whose, offset), sent, reduced in self.places():
-            if whose == name:
+        for (parameter, offset), sent, reduced in self.places():
+            if parameter == name:
                 part = factor.view(-1)[offset : offset + sent.numel()]
                 sent.mul_(part)
                 own = part[rank * reduced.numel() :][: reduced.numel()]
                 reduced[: own.numel()].mul_(own)
-                self._written((whose, offset), sent)
+                self._written((parameter, offset), sent)
 
     def decay(self, names: Container[str], factor: float) -> None:
         """Multiply the residuals of these parameters by ``factor``."""

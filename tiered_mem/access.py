@@ -158,8 +158,7 @@ class Access:
             if use.writer is not None or (write and use.readers):
                 if who in use.holders():
                     raise InvalidArgument(
-                        f"{name!r} is already borrowed by this thread or task: leave that context "
-                        "first"
+                        f"{name!r} is borrowed by this thread already: leave that context first"
                     )
             elif write and (block.frozen or block.flushing or self._catalog.barred(who)):
                 pass
@@ -168,8 +167,7 @@ class Access:
             elif block.slot is not None and block.arena is not arena and block.used:
                 if who in {h for u in block.uses.values() for h in u.holders()}:
                     raise InvalidArgument(
-                        f"{name!r} is packed with a tensor that is borrowed here on the other "
-                        "tier: leave that context first, or use Options(pack_below=0)"
+                        f"{name!r} shares a pack borrowed here on the other tier: leave that first"
                     )
             elif not block.moving:
                 missed = missed or block.slot is None

@@ -200,7 +200,7 @@ class FreezingOptimizer(CompressedOptimizer):
         residuals, channel = self.quantized.residuals, self.channel
         for i in indices:
             part = self._flat.view(self.work, i).view(-1).zero_()
-            residuals.owed(self._flat.names[i], part, channel.rank, channel.size)
+            residuals.add_to(self._flat.names[i], part, channel.rank, channel.size)
         if (yield from self.exact_mean(indices)):
             self._take_owed(indices)
         self._let_wake(indices)

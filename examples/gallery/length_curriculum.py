@@ -7,7 +7,7 @@ gradients in one bit.
 ``--constant``: full length from the start.
 
 Positions that no sequence reaches yet have gradients of zero. Their rows of the compressed gradient
-have residuals, which must not grow while these positions are unused: "owed" is the norm of the
+have residuals, which must not grow while these positions are unused. "residual" is the norm of the
 residuals relative to a gradient's.
 """
 
@@ -40,26 +40,26 @@ def train(steps, codec="sign", *, constant=False):
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3)
     text, draws = standard_library(1.0), torch.Generator().manual_seed(1 + dist.get_rank())
     tests = batch(text, 16, LONGEST, torch.Generator().manual_seed(0))
-    found, owed, size = [], [], 0.0
+    found, residuals, size = [], [], 0.0
     for step in range(steps):
         length = length_of(step, steps, constant=constant)
         ddp(*batch(text, TOKENS // length, length, draws)).backward()
         size = float(torch.stack([p.grad.norm() for p in ddp.parameters()]).norm())
         optimizer.step()
         optimizer.zero_grad()
-        owed.append(owed_of(state) / max(size, 1e-12))
+        residuals.append(residual_norm(state) / max(size, 1e-12))
         if (step + 1) % max(steps // 5, 1) == 0:
             with torch.no_grad():
                 found.append(float(ddp.module(*tests)))
             if dist.get_rank() == 0:
                 print(
-                    f"step {step + 1}, length {length}: loss {found[-1]:.3f}, owed {owed[-1]:.2f} "
-                    "gradients"
+                    f"step {step + 1}, length {length}: loss {found[-1]:.3f}, "
+                    f"residual {residuals[-1]:.2f} gradients"
                 )
-    return found, ddp.module, owed
+    return found, ddp.module, residuals
 
 
-def owed_of(state):
+def residual_norm(state):
     """Return the norm of this rank's residuals."""
     parts = [t for t in tensors_in(state.state_dict()) if t.is_floating_point()]
     return float(torch.stack([t.float().norm() for t in parts]).norm()) if parts else 0.0

@@ -493,10 +493,10 @@ class CompressedState(Stateful):
             dist.all_reduce(table, group=self._plain.group)
             return table.cpu()
 
-        def owed(name: str, out: torch.Tensor) -> None:
-            self.residuals.owed(name, out, rank, size)
+        def add_residual(name: str, out: torch.Tensor) -> None:
+            self.residuals.add_to(name, out, rank, size)
 
-        peers = Peers(rank, size, total, owed, in_levels=self.channel.levels is not None)
+        peers = Peers(rank, size, total, add_residual, in_levels=self.channel.levels is not None)
         was, self._now = self._now, self.choice.at(self.step, peers, aborted=aborted)
         if self._now.policy is not None:
             self.exchanges.use(self._now.policy)
@@ -520,9 +520,9 @@ class CompressedState(Stateful):
             scale = self._scale.of(self.grad_scaler)
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 if (name := self.names.known(parameter)) is not None:
-                    owed = torch.zeros(gradient.numel(), device=gradient.device)
-                    self.exchanges.pay(name, owed, self.channel.rank)
-                    gradient.view(-1).add_(owed, alpha=scale)
+                    residual = torch.zeros(gradient.numel(), device=gradient.device)
+                    self.exchanges.pay(name, residual, self.channel.rank)
+                    gradient.view(-1).add_(residual, alpha=scale)
         self._owing &= not last
 
     def _steps(

@@ -187,11 +187,11 @@ class Declaration:
         return COMMITTED.pack(self.steps) + bytes([flags])
 
     @classmethod
-    def of(cls, said: bytes) -> "Declaration | None":
+    def of(cls, report: bytes) -> "Declaration | None":
         """Parse a report; None if it is no ``Declaration``."""
-        if len(said) <= COMMITTED.size:
+        if len(report) <= COMMITTED.size:
             return None
-        (steps,), flags = COMMITTED.unpack_from(said), said[COMMITTED.size]
+        (steps,), flags = COMMITTED.unpack_from(report), report[COMMITTED.size]
         return cls(
             steps,
             healed=bool(flags & _HEALED),
@@ -204,8 +204,8 @@ class Declaration:
         """Return the declarations of present ranks that have made one."""
         return {
             rank: each
-            for rank, said in enumerate(change.reports)
-            if (each := cls.of(said)) is not None
+            for rank, report in enumerate(change.reports)
+            if (each := cls.of(report)) is not None
         }
 
     @classmethod

@@ -90,11 +90,11 @@ HELP = {
     "weights_ratio": "Factor by which bytes are fewer than those of uncompressed weights.",
     "weights_behind": "Versions that a reader is behind.",
     "weights_asked": "Seconds since a reader asked.",
-    "owed_norm": "Norm of the residuals on this rank, by group of parameters.",
+    "residual_norm": "Norm of the residuals on this rank, by group of parameters.",
 }
 
 # names of families that differ from the figure's
-FAMILIES = {"error": "compression_error", "owed": "owed_norm"}
+FAMILIES = {"error": "compression_error", "residual": "residual_norm"}
 
 
 class MetricsEndpoint:

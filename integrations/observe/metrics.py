@@ -35,9 +35,9 @@ class StepMetrics:
 
     Bytes are those that this rank sent; ``logical_bytes`` those of float32 ring all-reduces.
     ``wire_seconds`` is time spent waiting for peers in the background (DDP and FSDP1; zero if it is
-    not measured). ``errors``, ``owed`` and ``bits`` are by group of parameters, as last measured:
-    relative error of one encoding (mean over the group's tensors), norm of this rank's residuals,
-    and bits that an optimizer sends per element in a compressed round.
+    not measured). ``errors``, ``residuals`` and ``bits`` are by group of parameters, as last
+    measured: relative error of one encoding (mean over the group's tensors), norm of this rank's
+    residuals, and bits that an optimizer sends per element in a compressed round.
 
     ``LocalUpdates``: ``rounds`` of all fragments, ``exchanges`` of one fragment, ``dropped`` (those
     in which a rank's change was not finite), and ``waited_seconds`` in which training waited; for
@@ -93,7 +93,7 @@ class StepMetrics:
     participants: int = 0
     shared_weights: str = ""
     errors: dict[str, float] = field(default_factory=dict)
-    owed: dict[str, float] = field(default_factory=dict)
+    residuals: dict[str, float] = field(default_factory=dict)
     bits: dict[str, float] = field(default_factory=dict)
     expert_tokens: dict[str, float] = field(default_factory=dict)
     imbalance: dict[str, float] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class StepMetrics:
     def by_group(self) -> dict[str, dict[str, float]]:
         return {
             "error": self.errors,
-            "owed": self.owed,
+            "residual": self.residuals,
             "bits": self.bits,
             "expert_tokens": self.expert_tokens,
             "imbalance": self.imbalance,
@@ -130,7 +130,7 @@ NO_SCALARS = (
     "step",
     "shared_weights",
     "errors",
-    "owed",
+    "residuals",
     "bits",
     "expert_tokens",
     "imbalance",
@@ -147,7 +147,7 @@ class Metrics:
     - ``experts``: an ``ExpertExchange``, or several by name.
     - ``elastic``: the loop returned by ``commpress.elastic``.
     - ``every``: steps between two samples.
-    - ``norms_every``: steps between measurements of ``owed``; 0 never.
+    - ``norms_every``: steps between measurements of ``residuals``; 0 never.
     - ``group_by``: maps a parameter's name to a group; by default the name up to its first number:
       "blocks.0".
     """
@@ -197,7 +197,7 @@ class Metrics:
         self.every, self.norms_every, self.group_by = every, norms_every, group_by or by_layer
         self.steps_done = 0
         self.last: StepMetrics | None = None
-        self._owed: dict[str, float] = {}
+        self._residuals: dict[str, float] = {}
         self._hash = ""  # hash of the shared weights of local updates
         self._seen, self._came, self._since, self._at = (
             self._totals(),
@@ -211,7 +211,7 @@ class Metrics:
         self.steps_done += 1
         self._since += 1
         if self.norms_every and self.steps_done % self.norms_every == 0:
-            self._owed = owed(self.state, self.group_by)
+            self._residuals = residuals(self.state, self.group_by)
         if self._since < self.every:
             return None
         totals, now, came = self._totals(), perf_counter(), expert_tokens(self.experts)
@@ -224,7 +224,7 @@ class Metrics:
             **self._of_rounds(passed["exchanges"]),
             **self._of_elastic(),
             errors=errors(self.state, self.group_by),
-            owed=self._owed,
+            residuals=self._residuals,
             bits=bits(self.state, self.group_by),
             expert_tokens={name: tokens - self._came.get(name, 0) for name, tokens in came.items()},
             imbalance={name: each.counters.imbalance for name, each in self.experts.items()},
@@ -356,7 +356,7 @@ def bits(state: Any, group: Callable[[str], str]) -> dict[str, float]:
     return {name: value / max(numel[name], 1) for name, value in sent.items()}
 
 
-def owed(state: Any, group: Callable[[str], str]) -> dict[str, float]:
+def residuals(state: Any, group: Callable[[str], str]) -> dict[str, float]:
     """Return ‖sent residual‖ of this rank by group. Call it between steps only, because it settles
     lazy residuals."""
     squares: dict[str, float] = {}

@@ -162,7 +162,7 @@ class Session:
         found = []
         for name, p in self.model.module.named_parameters():
             mine = torch.zeros(p.numel())
-            self.state.residuals.owed(name, mine, dist.get_rank(), dist.get_world_size())
+            self.state.residuals.add_to(name, mine, dist.get_rank(), dist.get_world_size())
             dist.all_reduce(mine)
             found.append(mine.double().view_as(p) / dist.get_world_size())
         return found

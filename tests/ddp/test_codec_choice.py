@@ -141,7 +141,7 @@ def late_of(codec, steps):
         _loss(ddp, x).backward()
         owed += own / size - ddp.module.weight.grad
     measured = auto._late(
-        Peers(rank, size, total, lambda name, out: state.residuals.owed(name, out, rank, size))
+        Peers(rank, size, total, lambda name, out: state.residuals.add_to(name, out, rank, size))
     )
     return measured, float(owed.norm() / (own / size).norm())
 

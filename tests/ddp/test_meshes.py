@@ -146,7 +146,7 @@ def owed(optimizer, params, mesh):
     found = {}
     for name, p in params.items():
         part = torch.zeros(p.to_local().shape if isinstance(p, DTensor) else p.shape)
-        optimizer.quantized.residuals.owed(
+        optimizer.quantized.residuals.add_to(
             name, part.view(-1), optimizer.channel.rank, optimizer.channel.size
         )
         if optimizer.channel.size > 1:

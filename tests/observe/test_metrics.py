@@ -71,7 +71,7 @@ def test_samples_add_up(pool, every):
     last = samples[-1]
     assert last["ratio"] > 5
     assert 0 < last["error/blocks.0"] < 1
-    assert last["owed/blocks.1"] == pytest.approx(left["blocks.1"]), "norms of the last even step"
+    assert last["residual/blocks.1"] == pytest.approx(left["blocks.1"]), "of the last even step"
     assert last["encode_seconds"] > 0 < last["decode_seconds"]
     read = samples_of(text)
     assert read["commpress_wire_bytes_total", "rank", "0"] == sent
@@ -97,7 +97,7 @@ def test_of_an_optimizer(pool):
     exact, first, second = pool.run(optimize, size=2)[0]
     assert exact.wire_bytes > 4 * first.wire_bytes > 0
     assert exact.ratio < 2 < second.ratio
-    assert sum(second.owed.values()) > 0
+    assert sum(second.residuals.values()) > 0
     assert second.encode_seconds > 0
 
 
@@ -125,7 +125,7 @@ def test_of_local_updates(tmp_path, endpoint):
     assert last.shared_weights == local.digest() != first.shared_weights
     assert last.participants == 2
     assert 0 < last.spread == local.counters.spread
-    assert sum(last.owed.values()) > 0 < sum(s.encode_seconds for s in samples[0])
+    assert sum(last.residuals.values()) > 0 < sum(s.encode_seconds for s in samples[0])
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert lines[-1]["shared_weights"] == last.shared_weights
@@ -198,17 +198,17 @@ def endpoint(request):
 
 @pytest.mark.parametrize("endpoint", [{"labels": {"job": 'a "b"\\\n'}}], indirect=True)
 def test_the_endpoint_adds_up_and_answers_its_own_address_only(endpoint):
-    endpoint(StepMetrics(1, 2, 0.5, wire_bytes=10, owed={"blocks.0": 1.5}))
-    endpoint(StepMetrics(3, 2, 1.0, wire_bytes=5, owed={"blocks.0": 2.5}))
+    endpoint(StepMetrics(1, 2, 0.5, wire_bytes=10, residuals={"blocks.0": 1.5}))
+    endpoint(StepMetrics(3, 2, 1.0, wire_bytes=5, residuals={"blocks.0": 2.5}))
     status, text = ask(endpoint)
     assert status == 200
     read, job = samples_of(text), ("job", 'a "b"\\\n')
     assert read["commpress_wire_bytes_total", *job] == 15
     assert read["commpress_step_seconds", *job] == 0.5
-    assert read["commpress_owed_norm", "group", "blocks.0", *job] == 2.5
+    assert read["commpress_residual_norm", "group", "blocks.0", *job] == 2.5
     families = {family.name: family.type for family in parser.text_string_to_metric_families(text)}
     assert families["commpress_wire_bytes"] == "counter"
-    assert families["commpress_owed_norm"] == "gauge"
+    assert families["commpress_residual_norm"] == "gauge"
     assert ask(endpoint, host="evil.example")[0] == 403
     assert ask(endpoint, host=f"localhost:{endpoint.port}")[0] == 200
 

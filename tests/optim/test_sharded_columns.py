@@ -79,7 +79,7 @@ def seen(optimizer, params, mesh):
         found |= {f"{name} {key}": t for key, t in joined(optimizer, parts, params, mesh).items()}
     parts = [torch.zeros(shape) for shape in flat.shapes]
     for name, part in zip(flat.names, parts, strict=True):
-        optimizer.quantized.residuals.owed(name, part.view(-1), optimizer.channel.rank, ranks)
+        optimizer.quantized.residuals.add_to(name, part.view(-1), optimizer.channel.rank, ranks)
         part /= ranks
     owed = joined(optimizer, parts, params, mesh)
     return found, owed, optimizer.tensors.frozen_at.tolist()
