@@ -1,5 +1,5 @@
-"""Servers of HTTP that strangers cannot fill: a thread for each connection, no more than so many at
-once, and none of them for ever."""
+"""HTTP servers that strangers cannot exhaust: a thread for each connection, a limit on their number
+and on their time."""
 
 import logging
 import socket
@@ -14,12 +14,15 @@ from commpress.errors import InvalidArgument
 
 log = logging.getLogger("commpress")
 T = TypeVar("T")
-LOOKS, LOOK = 400, 0.005  # for a connection that was cut off to be gone; seconds between them
+LOOKS, LOOK = 400, 0.005  # attempts to find room, and seconds between two
 
 
 class LimitedServer(ThreadingMixIn, TCPServer):
-    """The oldest stranger makes room. A connection is one until it is ``heard`` with a proof of
-    whatever kind; ``clients`` has when each is cut off, and True for strangers."""
+    """Server with at most ``at_once`` connections: a new one closes the oldest stranger's.
+
+    A connection is a stranger's until ``heard`` is called for it with ``proven``. ``clients`` maps
+    each to the time at which it is closed, and to True if it is a stranger's.
+    """
 
     daemon_threads = allow_reuse_address = True
     request_queue_size = 128
@@ -44,20 +47,21 @@ class LimitedServer(ThreadingMixIn, TCPServer):
         super().process_request(request, client_address)
 
     def heard(self, request: Any, *, proven: bool) -> None:
+        """Give a connection that has proven itself another ``idle_seconds``."""
         with self.changing:
             if request in self.clients and (proven or not self.clients[request][1]):
                 self.clients[request] = monotonic() + self.idle_seconds, False
 
     def service_actions(self) -> None:
-        """Called by ``serve_forever`` again and again, and after every connection."""
+        """Close connections whose time is over; ``serve_forever`` calls this twice a second."""
         now = monotonic()
         self.cut(lambda ends, stranger: ends < now)
 
     def cut(self, late: Callable[[float, bool], bool], most: int | None = None) -> None:
-        """Wake the threads that read from these or write to them."""
-        with self.changing:  # a socket that is closed meanwhile would give its number to another
+        """Close up to ``most`` connections for which ``late`` is true: wake their threads."""
+        with self.changing:  # a socket closed meanwhile could have given its number to another
             for request in [each for each, state in self.clients.items() if late(*state)][:most]:
-                with suppress(OSError):  # it had gone already
+                with suppress(OSError):  # already closed
                     request.shutdown(socket.SHUT_RDWR)
 
     def shutdown_request(self, request: Any) -> None:
@@ -70,12 +74,13 @@ class LimitedServer(ThreadingMixIn, TCPServer):
         self.cut(lambda ends, stranger: True)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A library does not print."""
-        log.debug("%s went away", client_address, exc_info=True)
+        """Log instead of printing."""
+        log.debug("%s disconnected", client_address, exc_info=True)
 
 
 def listening(host: str, port: int, make: Callable[[socket.AddressFamily, str], T]) -> T:
-    """``make(family, address)`` of a host's name; InvalidArgument where the system refuses."""
+    """Return ``make(family, address)`` for the address of ``host``; raise ``InvalidArgument`` if the
+    system refuses to listen there."""
     try:
         if not host:
             raise OSError("an empty name")
