@@ -79,8 +79,10 @@ class LimitedServer(ThreadingMixIn, TCPServer):
 
 
 def listening(host: str, port: int, make: Callable[[socket.AddressFamily, str], T]) -> T:
-    """Return ``make(family, address)`` for the address of ``host``; raise ``InvalidArgument`` if the
-    system refuses to listen there."""
+    """Return ``make(family, address)`` for the address of ``host``.
+
+    Raises ``InvalidArgument`` if the system refuses to listen there.
+    """
     try:
         if not host:
             raise OSError("an empty name")
