@@ -1,4 +1,4 @@
-"""Table of matrices that the low-rank kernels walk."""
+"""Table of matrices for the low-rank kernels."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 SOURCE, TALL, WIDE, RANK, LEFT, RIGHT, PLACE, MARK = range(8)
-LOW_RANK = 64  # as kind of a piece: its residual belongs to a matrix
-_UNIT = 1 << 15  # elements that a thread takes at a time
-# elements of a strip of columns: half a megabyte, read twice and at best from the cache
+LOW_RANK = 64  # kind of a piece with a residual that belongs to a matrix
+_UNIT = 1 << 15  # elements that a thread processes at a time
+# elements of a strip of columns: half a megabyte, read twice, the second time from the cache
 _STRIP = 1 << 17
 
 
@@ -24,8 +24,8 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class Matrices:
-    """The table of a low-rank codec, one line per matrix; residuals and factors lie side by side in
-    its order."""
+    """The table of a low-rank codec, with a row per matrix; residuals and factors are concatenated
+    in its order."""
 
     table: np.ndarray  # int64[matrices, 8]
     numel: int  # elements of all matrices: the length of their residual
@@ -34,12 +34,12 @@ class Matrices:
 
     @cached_property
     def row_units(self) -> np.ndarray:
-        """int64[units, 3]: matrix, first and last row."""
+        """Units of work int64[units, 3]: matrix, first and last row."""
         return self._units(TALL, [max(_UNIT // int(line[WIDE]), 1) for line in self.table])
 
     @cached_property
     def column_units(self) -> np.ndarray:
-        """int64[units, 3]: matrix, first and last column."""
+        """Units of work int64[units, 3]: matrix, first and last column."""
         return self._units(
             WIDE, [max(_STRIP // int(line[TALL]) // 16 * 16, 128) for line in self.table]
         )

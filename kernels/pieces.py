@@ -1,9 +1,9 @@
-"""Table of pieces that every kernel walks: how a buffer is cut into rows.
+"""Table of pieces for the kernels of codecs: how a buffer is divided into rows.
 
-A *piece* is a run of one parameter that one codec compresses. It is dealt out over the ranks by
-itself: row r holds its elements r·width … (r+1)·width, with width = ⌈numel / 8·rows⌉ · 8. A message
-is one row of every piece of a bucket, side by side. So neither a scale nor a shard ever depends on
-which other tensors happen to travel in the same bucket.
+A *piece* is a range of one parameter with one codec. It is divided among the ranks by itself: row r
+has its elements r·width … (r+1)·width, with width = ⌈numel / 8·rows⌉ · 8. A message is the
+concatenation of one row of every piece of a bucket. So scales and shards never depend on the other
+tensors in the bucket.
 """
 
 from collections.abc import Sequence
@@ -26,28 +26,27 @@ class Piece(NamedTuple):
     kind: int
     block: int  # elements per scale, 0: one scale per row
     hash: int = 0  # makes the noise of stochastic codecs independent between pieces
-    feedback: bool = True  # what compression leaves behind is sent later
+    feedback: bool = True  # keep the residual and send it later
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The table, one line per piece, and the sizes that follow from it."""
+    """The table, one row per piece, and sizes that follow from it."""
 
     table: np.ndarray  # int64[pieces, 10], columns as named above
     rows: int
     row_bytes: int
     numel: int  # elements of all pieces
-    # elements of those with feedback: the length of a residual of what was sent
+    # elements of pieces with feedback: the length of a sent residual
     residual_numel: int
-    # elements of one row of all pieces, padding included: the length of a residual of what was
-    # reduced
+    # elements of one row of all pieces, with padding: the length of a reduced residual
     shard: int
-    row_scales: bool  # some sign piece has one scale per row, so its residual can be lazy
+    row_scales: bool  # True if a sign piece has one scale per row, so its residual can be lazy
 
     @cached_property
     def residual_runs(self) -> list[tuple[int, int, int]]:
-        """(first element in the buffer, elements, first element in the sent residual) of what has
-        feedback, joined up."""
+        """Ranges (first element in the buffer, elements, first element in the sent residual) of
+        pieces with feedback, merged if they are adjacent."""
         runs: list[tuple[int, int, int]] = []
         for source, numel, start in self.table[self.table[:, RESIDUAL] >= 0][
             :, [SOURCE, NUMEL, RESIDUAL]
@@ -61,17 +60,17 @@ class Pieces:
 
     @cached_property
     def plain(self) -> bool:
-        """Nothing but signs and casts."""
+        """True if there are only signs and casts."""
         return bool(np.isin(self.table[:, KIND], (SIGN_L1, SIGN_RMS, *CASTS)).all())
 
     @cached_property
     def registered(self) -> bool:
-        """In codecs of users, which share no message with others."""
+        """True if the codec is a registered one, which shares no message with others."""
         return len(self.table) > 0 and registered.known(int(self.table[0, KIND]))
 
     @cached_property
     def residual_layout(self) -> bytes:
-        """Equal where one tensor can hold the residual of either."""
+        """Key that is equal for pieces whose residuals fit the same tensor."""
         return (
             self.table[:, [NUMEL, WIDTH, BLOCK, RESIDUAL, SHARD]].tobytes()
             + f"{self.rows} {self.row_scales}".encode()
@@ -79,7 +78,7 @@ class Pieces:
 
     @cached_property
     def blocks(self) -> int:
-        """Blocks of one row of all pieces, the unit in which kernels share work between threads."""
+        """Blocks of one row of all pieces, the unit of work of a thread."""
         step = np.where(self.table[:, BLOCK] > 0, self.table[:, BLOCK], CHUNK)
         return int(np.sum(-(-self.table[:, WIDTH] // step)))
 
@@ -89,11 +88,11 @@ def width_of(numel: int, rows: int) -> int:
 
 
 def cut(pieces: Sequence[Piece], rows: int, *, widths: Sequence[int] = ()) -> Pieces:
-    """Lay the rows out; every piece starts at a multiple of 8 bytes so that casts can be viewed in
-    place.
+    """Make the table of ``pieces``; every piece starts at a multiple of 8 bytes, so that casts can
+    be viewed in place.
 
-    ``widths``: elements of a row of each piece, multiples of 8, where they are not the least that
-    hold it.
+    ``widths``: elements of a row of each piece, multiples of 8, if they are not the fewest
+    possible.
     """
     lines, column, numel, residual_numel, shard, row_scales = [], 0, 0, 0, 0, False
     for piece, width in zip(
@@ -133,8 +132,8 @@ def cut(pieces: Sequence[Piece], rows: int, *, widths: Sequence[int] = ()) -> Pi
 
 
 def own_row(pieces: Pieces, rank: int) -> Pieces:
-    """Row ``rank`` alone, as it lies in a buffer of ``pieces.shard`` elements: encoded from there
-    it is a row of ``pieces``."""
+    """Return the table of row ``rank`` alone in a buffer of ``pieces.shard`` elements: encoding
+    from that buffer gives a row of ``pieces``."""
     table = pieces.table.copy()
     table[:, SOURCE] = table[:, SHARD]
     table[:, NUMEL] = np.clip(pieces.table[:, NUMEL] - rank * table[:, WIDTH], 0, table[:, WIDTH])

@@ -1,19 +1,19 @@
-"""The law: what every byte of a row means, in plain NumPy, one row at a time.
+"""The reference: the meaning of every byte of a row, in plain NumPy, one row at a time.
 
 A *row* is one message: ``width`` elements (a multiple of 8), the first ``len(c)`` of them real and
 the rest padding. Its bytes are ``[scales: S × float32 LE][codes]`` with one scale per ``block``
 elements (``block = 0``: one per row); the casts have codes only. Padding never enters a scale, its
-codes are zero and its residual does not exist.
+codes are zero and it has no residual.
 
 Kinds from ``BITS`` on have a *header* per block in place of the scale, and a parameter in the bits
 of the kind above the lowest eight (``kind_of``): see "blocks with a header" below.
 
-The fast paths must give these bytes bit for bit, hence the fixed order of every floating-point sum.
+The fast paths must give the same bytes, so every floating-point sum has a fixed order.
 """
 
 import numpy as np
 
-CHUNK = 2048  # the longest run of elements summed in float32
+CHUNK = 2048  # most consecutive elements summed in float32
 
 SIGN_L1, SIGN_RMS, INT8, INT4, TERNARY, FP8, BF16, FP16, FP32 = range(9)
 CODE_BITS = {
@@ -28,20 +28,20 @@ CODE_BITS = {
     FP32: 32,
 }
 CASTS = (BF16, FP16, FP32)
-# Any number of bits, top-k, one at random of every so many, the same scaled, powers of four.
+# Any number of bits, top-k, random-k, random-k unbiased, powers of four.
 BITS, TOP, RANDOM, UNBIASED, LOG = range(9, 14)
 LEVELS = {INT8: 127, INT4: 7}
-SHIFTED = 16  # in the parameter of BITS: the grid is moved by a random part of its step
-TINY = np.float32(2.0**-100)  # below this a block is sent as zero: 1/scale would overflow
+SHIFTED = 16  # flag in the parameter of BITS: the grid is moved by a random part of its step
+TINY = np.float32(2.0**-100)  # a block below it is sent as zero, because 1/scale would overflow
 FP8_MAX = np.float32(448.0)
-# what LOG's codes mean, times the scale
+# values of LOG's codes, relative to the scale
 POWERS = np.array([0, 1 / 16, 1 / 4, 1, 0, -1 / 16, -1 / 4, -1], np.float32)
 
 
 def kind_of(family: int, parameter: int = 0) -> int:
-    """A kind with its parameter: TERNARY's clip in tenths of σ, BITS' number of bits and
-    ``SHIFTED``, TOP's elements kept of a whole block, RANDOM's and UNBIASED's run of elements of
-    which one is sent."""
+    """Return a kind with its parameter: TERNARY's clip in tenths of σ, BITS' number of bits and
+    ``SHIFTED``, TOP's number of elements kept of a whole block, or RANDOM's and UNBIASED's number
+    of elements from which one is sent."""
     return family | parameter << 8
 
 
@@ -50,7 +50,7 @@ def family_of(kind: int) -> int:
 
 
 def code_bits(kind: int) -> int:
-    """Bits per element behind the headers."""
+    """Return the bits per element after the headers."""
     family = family_of(kind)
     return (
         CODE_BITS[family]
@@ -67,8 +67,7 @@ def code_bits(kind: int) -> int:
 
 
 def tree_sum(values: np.ndarray) -> np.floating:
-    """Sum by halving: pad with zeros to a power of two, add the upper half onto the lower,
-    repeat."""
+    """Sum by halving: pad with zeros to a power of two, add the upper half to the lower, repeat."""
     size = 1 << max(len(values) - 1, 0).bit_length()
     tree = np.zeros(size, values.dtype)
     tree[: len(values)] = values
@@ -79,10 +78,10 @@ def tree_sum(values: np.ndarray) -> np.floating:
 
 
 def sign_scale(c: np.ndarray, kind: int) -> np.float32:
-    """mean |c| (``SIGN_L1``) or √(mean c²) (``SIGN_RMS``): float32 trees per chunk, a float64 tree
-    over the chunks.
+    """Return mean |c| (``SIGN_L1``) or √(mean c²) (``SIGN_RMS``), with float32 trees per chunk and
+    a float64 tree over the chunks.
 
-    Squares overflow float32 above 1.8e19; such a block reads as not finite.
+    Squares overflow float32 above 1.8e19; such a block counts as not finite.
     """
     terms = np.abs(c) if kind == SIGN_L1 else c * c
     chunks = [tree_sum(terms[i : i + CHUNK]) for i in range(0, len(c), CHUNK)]
@@ -91,7 +90,8 @@ def sign_scale(c: np.ndarray, kind: int) -> np.float32:
 
 
 def peak_scale(c: np.ndarray, top: float | np.float32) -> np.float32:
-    """max |c| / top, 0 for a block too small to divide by, NaN for one that is not finite."""
+    """Return max |c| / top, 0 for a block too small to divide by, NaN for one that is not
+    finite."""
     peak = np.max(np.abs(c))
     if not np.isfinite(peak):
         return np.float32(np.nan)
@@ -102,7 +102,8 @@ def peak_scale(c: np.ndarray, top: float | np.float32) -> np.float32:
 
 
 def pack_signs(c: np.ndarray) -> np.ndarray:
-    """Bit = (c ≥ 0), first element in the highest bit; the last byte is filled with zeros."""
+    """Pack bits (c ≥ 0), the first element in the highest bit; the last byte is padded with
+    zeros."""
     return np.packbits(c >= 0)
 
 
@@ -111,8 +112,8 @@ def unpack_signs(bits: np.ndarray, numel: int) -> np.ndarray:
 
 
 def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Unsigned codes as one stream of bits, the highest bit of the first element first; the last
-    byte is filled with zeros."""
+    """Pack unsigned codes into one stream of bits, the highest bit of the first element first; the
+    last byte is padded with zeros."""
     shifts = np.arange(bits - 1, -1, -1, dtype=np.uint8)
     return np.packbits((codes[:, None] >> shifts) & np.uint8(1))
 
@@ -123,8 +124,8 @@ def unpack_codes(packed: np.ndarray, bits: int, numel: int) -> np.ndarray:
 
 
 def uniform(index: np.ndarray, key: int) -> np.ndarray:
-    """A float32 in [0, 1 − 2⁻²³] for each element index: a counter-based hash, so every path draws
-    the same noise."""
+    """Return a float32 in [0, 1 − 2⁻²³] for each element index by a counter-based hash, so that
+    every path draws the same noise."""
     h = index.astype(np.uint32) + np.uint32(key)
     h ^= h >> np.uint32(16)
     h *= np.uint32(0x7FEB352D)
@@ -135,7 +136,7 @@ def uniform(index: np.ndarray, key: int) -> np.ndarray:
 
 
 def to_fp8(c: np.ndarray) -> np.ndarray:
-    """float32 in [−448, 448] to e4m3fn bytes, ties to even."""
+    """Convert float32 in [−448, 448] to e4m3fn bytes, ties to even."""
     magnitude = np.abs(c).astype(np.float32)
     bits = magnitude.view(np.uint32)
     normal = (bits + np.uint32(0x7FFFF) + ((bits >> np.uint32(20)) & np.uint32(1))) >> np.uint32(20)
@@ -156,7 +157,7 @@ def from_fp8(codes: np.ndarray) -> np.ndarray:
 
 
 def to_bf16(c: np.ndarray) -> np.ndarray:
-    """float32 to bfloat16 bit patterns, ties to even."""
+    """Convert float32 to bfloat16 bit patterns, ties to even."""
     bits = np.asarray(c, np.float32).view(np.uint32)
     return (
         (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
@@ -168,12 +169,12 @@ def from_bf16(codes: np.ndarray) -> np.ndarray:
 
 
 def to_fp16(c: np.ndarray) -> np.ndarray:
-    """float32 to float16, saturating: what does not fit stays in the residual."""
+    """Convert float32 to float16, saturating: the excess stays in the residual."""
     return np.clip(c, np.float32(-65504), np.float32(65504)).astype(np.float16)
 
 
 def cast_codes(c: np.ndarray, kind: int) -> np.ndarray:
-    """Little-endian bytes of a cast."""
+    """Return the little-endian bytes of a cast."""
     return {BF16: to_bf16, FP16: to_fp16, FP32: lambda v: v}[kind](c).view(np.uint8)
 
 
@@ -188,7 +189,8 @@ def uncast(codes: np.ndarray, kind: int, numel: int) -> np.ndarray:
 
 
 def encode_block(c: np.ndarray, kind: int, first: int, key: int) -> tuple[np.float32, np.ndarray]:
-    """Scale and codes of one block whose first element has index ``first`` in the whole buffer."""
+    """Return scale and codes of one block; ``first`` is its first element's index in the whole
+    buffer."""
     if kind in (SIGN_L1, SIGN_RMS):
         return sign_scale(c, kind), pack_signs(c)
     zeros = np.zeros(len(c), np.uint8)
@@ -244,7 +246,7 @@ def scale_count(kind: int, width: int, block: int) -> int:
 def encode_row(
     c: np.ndarray, kind: int, width: int, block: int, *, first: int = 0, key: int = 0
 ) -> np.ndarray:
-    """The bytes of one row; ``first`` is the index of its first element in the whole buffer."""
+    """Return the bytes of one row; ``first`` is its first element's index in the whole buffer."""
     bits = code_bits(kind)
     codes = np.zeros(width * bits // 8, np.uint8)
     if kind in CASTS:
@@ -275,7 +277,8 @@ def encode_row(
 def decode_row(
     row: np.ndarray, kind: int, numel: int, width: int, block: int, gain: float = 1.0
 ) -> np.ndarray:
-    """The first ``numel`` elements; each scale is multiplied by ``gain`` before it meets a code."""
+    """Return the first ``numel`` elements; each scale is multiplied by ``gain`` before its
+    codes."""
     if kind in CASTS:
         return uncast(row, kind, numel) * np.float32(gain)
     codes = row[row_header_bytes(kind, width, block) :]
@@ -299,11 +302,11 @@ def decode_row(
 
 
 def header_bytes(kind: int, span: int, block: int) -> int:
-    """Bytes before the codes of one block of ``span`` elements; ``block`` is the length of a whole
-    one."""
+    """Return the bytes before the codes of one block of ``span`` elements; ``block`` is the length
+    of a whole one."""
     family, parameter = family_of(kind), kind >> 8
     if family == BITS:
-        return 20  # step and zero float32, least and greatest element float32, their places uint16
+        return 20  # step, zero, least and greatest element float32, then two places uint16
     if family == TOP:
         return 6 * -(-span * parameter // block)  # values float32, then their places uint16
     if family in (RANDOM, UNBIASED):
@@ -312,7 +315,7 @@ def header_bytes(kind: int, span: int, block: int) -> int:
 
 
 def row_header_bytes(kind: int, width: int, block: int) -> int:
-    """Bytes of all headers of one row."""
+    """Return the bytes of all headers of one row."""
     if kind in CASTS or not block or not width:
         return 0 if kind in CASTS else 4
     whole, rest = divmod(width, block)
@@ -324,7 +327,8 @@ def row_header_bytes(kind: int, width: int, block: int) -> int:
 def encode_with_header(
     c: np.ndarray, kind: int, span: int, block: int, first: int, key: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Header and codes; a block that is not finite has a NaN first and, of top-k, no places."""
+    """Return header and codes. A block that is not finite begins with a NaN and, for top-k, has no
+    places."""
     family, parameter = family_of(kind), kind >> 8
     header, codes = np.zeros(header_bytes(kind, span, block), np.uint8), np.zeros(len(c), np.uint8)
     if not np.isfinite(c).all():
@@ -383,13 +387,12 @@ def decode_with_header(
 def encode_bits(
     c: np.ndarray, bits: int, shift: np.float32 | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The least and the greatest element travel exactly; the others as (code − zero) · step, a grid
-    over their range and 0.
+    """Encode the least and the greatest element exactly, the others as (code − zero) · step, on a
+    grid over their range and 0.
 
-    Zero is on the grid, so nothing is ever further from its code than from zero: a contraction for
-    any number of bits. With ``shift``, drawn from [0, 1), the grid has one step less and lies
-    ``shift`` of a step lower: then it is not a contraction but right on average, with variance
-    step² / 12.
+    Zero is on the grid, so no element is further from its code than from zero: a contraction for
+    any number of bits. With ``shift``, drawn from [0, 1), the grid has one step less and is shifted
+    down by ``shift`` of a step: then the code is unbiased instead, with variance step² / 12.
     """
     levels, places = np.float32((1 << bits) - 1), (int(np.argmin(c)), int(np.argmax(c)))
     rest = np.ones(len(c), bool)
@@ -418,8 +421,8 @@ def encode_bits(
 
 
 def encode_powers(c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The largest magnitude, and per element a sign and which of its 1, 1/4 and 1/16 is nearest as
-    a ratio; only 0 is 0."""
+    """Return the largest magnitude, and for each element a sign and the nearest of its 1, 1/4 and
+    1/16 by ratio; only 0 becomes 0."""
     scale, size = peak_scale(c, 1), np.abs(c)
     levels = (
         (size >= scale / np.float32(2)).astype(np.uint8)
@@ -431,7 +434,8 @@ def encode_powers(c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def top_places(c: np.ndarray, count: int) -> np.ndarray:
-    """Places of the ``count`` largest magnitudes, the first of equals, in ascending order."""
+    """Return the places of the ``count`` largest magnitudes, the first of equal ones, in ascending
+    order."""
     return np.sort(np.lexsort((np.arange(len(c)), -np.abs(c)))[:count])
 
 
@@ -440,7 +444,7 @@ def block_seed(first: int, key: int) -> int:
 
 
 def random_places(numel: int, run: int, seed: int) -> np.ndarray:
-    """One place, drawn evenly, in every run of so many elements."""
+    """Return one uniformly drawn place in each ``run`` of elements."""
     starts = np.arange(0, numel, run)
     offsets = (uniform(starts.astype(np.uint32), seed) * run_lengths(numel, run)).astype(np.int64)
     return starts + offsets
@@ -454,7 +458,7 @@ def run_lengths(numel: int, run: int) -> np.ndarray:
 
 
 def compensate(x: np.ndarray, residual: np.ndarray, gain: float = 1.0) -> np.ndarray:
-    """c = gain · x + residual, two roundings."""
+    """Return c = gain · x + residual, with two roundings."""
     return x.astype(np.float32) * np.float32(gain) + residual
 
 
@@ -468,8 +472,7 @@ def encode_with_residual(
     gain: float = 1.0,
     key: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of bytes for the whole buffer ``x`` and the residual c − decode(encode(c)) that stays
-    behind."""
+    """Return rows of bytes for the whole buffer ``x``, and the residual c − decode(encode(c))."""
     c = compensate(x, residual, gain)
     rows, left = [], np.zeros_like(c)
     for first in range(0, len(c), width):
@@ -482,8 +485,8 @@ def encode_with_residual(
 def decode_mean(
     rows: np.ndarray, kind: int, numel: int, width: int, block: int, divisor: float = 0.0
 ) -> np.ndarray:
-    """The P decoded rows, added in rank order, then divided by P, or by ``divisor`` where a row is
-    of several ranks."""
+    """Return the sum of the P decoded rows in rank order, divided by P, or by ``divisor`` if a row
+    stands for several ranks."""
     total = decode_row(rows[0], kind, numel, width, block)
     for row in rows[1:]:
         total = total + decode_row(row, kind, numel, width, block)

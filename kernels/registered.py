@@ -1,6 +1,6 @@
-"""Codecs that users wrote in plain torch, by the kind under which a piece names one.
+"""Codecs of users in plain torch, by their kinds in a table of pieces.
 
-Imports no torch: pieces know kinds, and a wheel is built where there is no torch.
+This module imports no torch: pieces need kinds, and a wheel is built without torch.
 """
 
 from typing import TYPE_CHECKING, Protocol
@@ -8,28 +8,29 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-REGISTERED = 64  # the family of kinds, see ``reference.kind_of``: far from those that kernels know
+REGISTERED = 64  # the family of kinds, see ``reference.kind_of``: far from the built-in ones
 
 
 class PlainCodec(Protocol):
-    """A codec in plain torch: rows of floats to rows of bytes of a known size, and back."""
+    """A codec in plain torch: it turns rows of floats into rows of bytes of a known size, and
+    back."""
 
     def row_bytes(self, width: int) -> int:
-        """Bytes of a row of ``width`` elements."""
+        """Return the bytes of a row of ``width`` elements."""
 
     def encode(self, values: "torch.Tensor") -> "torch.Tensor":
-        """uint8[row_bytes(len)] for float32[len], len ≤ width of the row: shorter rows are padded
-        with zero bytes."""
+        """Return uint8[row_bytes(len)] for float32[len], len ≤ width of the row: shorter rows are
+        padded with zero bytes."""
 
     def decode(self, row: "torch.Tensor", numel: int) -> "torch.Tensor":
-        """float32[numel] from the bytes of a row: the same bits wherever it is called."""
+        """Return float32[numel] from the bytes of a row: the same bits wherever it is called."""
 
 
 _codecs: list[PlainCodec] = []
 
 
 def add(codec: PlainCodec) -> int:
-    """The kind of one more codec, in this process: what travels is its name."""
+    """Add a codec and return its kind in this process; messages have its name."""
     _codecs.append(codec)
     return REGISTERED | (len(_codecs) - 1) << 8
 
@@ -39,7 +40,8 @@ def of_kind(kind: int) -> PlainCodec:
 
 
 def size_of(kind: int, width: int) -> int:
-    """Bytes of a row: one that says whether its numbers were finite, and the codec's."""
+    """Return the bytes of a row: one that tells whether its numbers were finite, and the
+    codec's."""
     return 1 + of_kind(kind).row_bytes(width)
 
 

@@ -4,9 +4,9 @@ developer.
     python -m commpress.kernels.cpu.build            all families into the package's own folder
     python -m commpress.kernels.cpu.build FOLDER     into another one
 
-The bitcode is hardly optimised, and for no processor in particular: ``compiled`` does the rest
-where it runs. It calls nothing of Numba's: what its functions need of memory is here, and a kernel
-is called with a frame (``kinds``).
+The bitcode is hardly optimized, and for no particular processor: ``compiled`` does the rest on the
+machine that runs it. It calls nothing of Numba: the memory functions that it needs are here, and a
+kernel is called with a frame (``kinds``).
 """
 
 import json
@@ -30,9 +30,9 @@ from commpress.kernels.cpu.sources.kernel import KERNELS
 _I8P, _I64, _I32 = ir.IntType(8).as_pointer(), ir.IntType(64), ir.IntType(32)
 _UNOPTIMISED = 0
 
-# An array that a kernel makes for itself is a block of Numba's: who refers to it, its destructor
-# and the latter's argument, address, size and allocator. Numba's code reads the count and the
-# address, and calls these two.
+# An array allocated by a kernel is a block in Numba's format: reference count, destructor and its
+# argument, address, size and allocator. Numba's code reads the count and the address, and calls
+# these two functions.
 _MEMORY = """
 declare ptr @malloc(i64)
 declare void @free(ptr)
@@ -69,10 +69,10 @@ done:
 
 
 def bitcode(family: str) -> bytes:
-    """The file of one family: a line that says what is in it, and the module."""
+    """Return the file of one family: a line that describes its contents, and the module."""
     import_module(f"commpress.kernels.cpu.sources.{family}")
     parts, names = [], {}
-    with global_compiler_lock:  # nobody else compiles while Numba's level of optimisation is ours
+    with global_compiler_lock:  # keeps others from compiling with this level of optimization
         before, config.OPT = config.OPT, type(config.OPT)(_UNOPTIMISED)  # type: ignore[attr-defined]
         try:
             for name, declared in KERNELS[family].items():
@@ -105,7 +105,8 @@ def bitcode(family: str) -> bytes:
 
 
 def _variant(function: Any, kinds: tuple[Kind, ...], name: str) -> llvm.ModuleRef:
-    """A module with one function for outside, ``void name(slots)``, and all that it calls."""
+    """Return a module with one function for callers, ``void name(slots)``, and all functions that
+    it calls."""
     signature = tuple(map(_numba_type, kinds))
     function.compile(signature)
     compiled = function.overloads[signature]
@@ -167,7 +168,7 @@ def _store(builder: ir.IRBuilder, slots: Any, at: int, value: Any) -> None:
 
 
 def _array(context: Any, builder: ir.IRBuilder, kind: Any, words: list[Any]) -> Any:
-    """An array that somebody else owns, in the order of C."""
+    """Make an array over memory of the caller, in the order of C."""
     address, *shape = words
     element = context.get_data_type(kind.dtype)
     size, array = context.get_abi_sizeof(element), context.make_array(kind)(context, builder)
@@ -182,10 +183,10 @@ def _array(context: Any, builder: ir.IRBuilder, kind: Any, words: list[Any]) -> 
 
 
 def _strip(module: llvm.ModuleRef, kernels: set[str]) -> None:
-    """Leave what the kernels need, and nothing that only this process has.
+    """Keep only what the kernels need, and nothing of this process.
 
-    Functions may be put in place of calls, but need not be because there is only one call: that
-    made modules twice as long to compile.
+    Functions may be inlined, but not merely because they have a single call: that doubled the time
+    to compile modules.
     """
     for function in module.functions:
         if not function.is_declaration:
@@ -212,8 +213,7 @@ def _strip(module: llvm.ModuleRef, kernels: set[str]) -> None:
     text = str(module)
     if found := re.search(r"inttoptr \(i64 \d+ to|@numba\.|@_ZN08NumbaEnv", text):
         raise RuntimeError(
-            "the module holds something of this process only: "
-            f"{text[found.start() : found.start() + 200]}"
+            f"the module refers to this process: {text[found.start() : found.start() + 200]}"
         )
     open_ends = {
         f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")
@@ -223,7 +223,7 @@ def _strip(module: llvm.ModuleRef, kernels: set[str]) -> None:
 
 
 def write(folder: Path) -> None:
-    """The files of all families, from the cache where it has them."""
+    """Write the files of all families, from the cache if it has them."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.bc"):
         old.unlink()

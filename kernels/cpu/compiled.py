@@ -1,9 +1,8 @@
-"""Kernels as machine code: bitcode that Numba made when the package was built, finished by LLVM for
-this very processor.
+"""Kernels as machine code: bitcode that Numba made when the package was built, compiled by LLVM for
+this processor.
 
-A kernel is compiled when it is first called, and its machine code cached on disk
-(``object_cache``). Without bitcode of these very sources (a checkout in which somebody works) Numba
-makes it now.
+A kernel is compiled on its first call, and its machine code is cached on disk (``object_cache``).
+Without bitcode of the present sources (as in a checkout under development) Numba makes it now.
 """
 
 import ctypes
@@ -37,10 +36,10 @@ _compiling = RLock()
 
 
 class Frames(NamedTuple):
-    """Calls of one kernel, each with a part of the work."""
+    """Calls of one kernel, each for a part of the work."""
 
     function: Any
-    slots: Any  # those of all calls, one frame behind the other
+    slots: Any  # of all calls, one frame after the other
     size: int  # bytes of a frame
     calls: int
 
@@ -49,7 +48,7 @@ class Frames(NamedTuple):
         return ctypes.addressof(self.slots)
 
     def run(self, i: int) -> None:
-        """One call, without Python's lock."""
+        """Make one call, without Python's lock."""
         self.function(self.address + i * self.size)
 
     def results(self) -> list[int]:
@@ -59,8 +58,8 @@ class Frames(NamedTuple):
         ]
         if any(failed for failed, _ in ends):
             raise MemoryError(
-                "a kernel failed: it found no memory to work with, or arrays whose lengths do not "
-                "fit"
+                "a kernel failed: it could not allocate memory, or the lengths of its arrays do "
+                "not fit"
             )
         return [result for _, result in ends]
 
@@ -71,8 +70,8 @@ class _Variant(NamedTuple):
 
 
 class Kernel:
-    """A kernel, called with numbers, None and contiguous tensors or arrays on the CPU; its
-    declaration says which."""
+    """A kernel, called with numbers, None and contiguous tensors or arrays on the CPU, according to
+    its declaration."""
 
     def __init__(self, family: str, name: str) -> None:
         self.family, self.name = family, name
@@ -84,9 +83,9 @@ class Kernel:
         return frames.results()[0]
 
     def frames(self, args: Sequence[Any], parts: Sequence[tuple[int, ...]] = ((),)) -> Frames:
-        """A call for each of the ``parts``, which are its last arguments. Arrays must live until
-        the calls are over."""
-        key: list[Any] = []  # what tells variants apart
+        """Return a call for each of the ``parts``, which are its last arguments. Arrays must live
+        until the calls have ended."""
+        key: list[Any] = []  # types of arguments, which select a variant
         values: list[Any] = []
         for value in args:
             if isinstance(value, torch.Tensor):
@@ -131,7 +130,7 @@ class Kernel:
 
 
 class Kernels:
-    """Those of one family, as attributes; ``sources`` has a file of its name."""
+    """Kernels of one family, as attributes; ``sources`` has a file of the family's name."""
 
     def __init__(self, family: str) -> None:
         self._family = family
@@ -145,7 +144,7 @@ class Kernels:
 
 
 def _kind(key: Any) -> Kind:
-    """Of one argument."""
+    """Return the kind of one argument."""
     if key is None:
         return NOTHING
     if isinstance(key, torch.dtype):
@@ -181,12 +180,12 @@ def _family(name: str) -> _Family:
 
 
 def bitcode(family: str) -> bytes:
-    """The file that ``build`` made of these sources."""
+    """Return the file that ``build`` makes of these sources."""
     return _packed(family) or _of_these_sources(family)
 
 
 def _packed(name: str) -> bytes | None:
-    """The file that came with the package, if it is of these sources and LLVM can read it."""
+    """Return the file from the package, if it was made from these sources and LLVM can read it."""
     try:
         file = (FOLDER / f"{name}.bc").read_bytes()
     except OSError:
@@ -207,7 +206,8 @@ def _of_these_sources(name: str) -> bytes:
         if (file := object_cache.load(file_name)) is None:
             log.warning(
                 "commpress: %s was not made from these sources of kernels: Numba compiles %s now, "
-                "which takes up to half a minute; python -m commpress.kernels.cpu.build makes it",
+                "which takes up to half a minute; python -m commpress.kernels.cpu.build does it "
+                "once",
                 FOLDER,
                 name,
             )
@@ -231,7 +231,7 @@ def _of_these_sources(name: str) -> bytes:
 class _Host(NamedTuple):
     machine: llvm.TargetMachine
     engine: llvm.ExecutionEngine
-    name: str  # of what the same machine code runs on, and LLVM makes alike
+    name: str  # hash of processor and features, for which machine code is the same
 
 
 @cache
@@ -260,7 +260,7 @@ def _host() -> _Host:
 
 
 def _function(family: str, symbol: str) -> Any:
-    """The compiled kernel that a family's module has under this name."""
+    """Return the compiled kernel with this name in a family's module."""
     with _compiling:
         host = _host()
         if not (address := host.engine.get_function_address(symbol)):
@@ -271,7 +271,7 @@ def _function(family: str, symbol: str) -> Any:
 
 
 def machine_code(family: str, symbol: str) -> bytes:
-    """An object file with the kernel that has this name, for this processor."""
+    """Return an object file with the kernel of this name, for this processor."""
     file_name = f"{digest()}-{LLVM}-{_host().name}-{symbol}.o"
     code = object_cache.load(file_name)
     if code is None:
@@ -283,8 +283,8 @@ def machine_code(family: str, symbol: str) -> bytes:
 
 
 def _optimised(module: bytes, symbol: str) -> bytes:
-    """Machine code of one kernel. The passes are those of Numba: functions are drawn together, then
-    references to arrays that come and go within one are dropped, then all is optimised."""
+    """Return machine code of one kernel. The passes are those of Numba: inline functions, drop
+    reference counts of arrays that do not leave a function, then optimize everything."""
     machine, of = _host().machine, llvm.parse_bitcode(module)
     of.triple, of.data_layout = machine.triple, str(machine.target_data)
     _hide(of, {llvm.Linkage.external}, symbol)

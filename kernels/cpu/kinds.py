@@ -1,8 +1,8 @@
-"""Kinds of a kernel's arguments: what lies in a frame, and what Numba compiles for.
+"""Kinds of a kernel's arguments: the contents of a frame, and the types for which Numba compiles.
 
-A *frame* is how a kernel is called: one run of 64-bit slots, argument after argument, then a slot
-for the kernel's status and one for its result. A number takes a slot; an array its address and its
-lengths; None no slot at all.
+A *frame* has the arguments of a call in 64-bit slots, one after the other, then a slot for the
+kernel's status and one for its result. A number takes a slot; an array slots for its address and
+lengths; None takes no slot.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class Kind(NamedTuple):
 
     @property
     def slots(self) -> str:
-        """In the letters of ``struct``, native and aligned."""
+        """Slots in the letters of ``struct``, native and aligned."""
         return "q" * (1 + self.dims) if self.dims else _SLOTS[self.dtype]
 
 
