@@ -142,11 +142,11 @@ def started_by_torchrun():
             state = commpress.compress(DistributedDataParallel(torch.nn.Linear(64, 64)), **options)
             found[call] = str(state.channel.levels)
             if call == "nothing":
-                assert state.policy.choose("", 1 << 20) == NAMES["int8"]
+                assert state.policy.choose("", 1 << 20) == NAMES["fp8"]
     return found
 
 
-def test_compress_alone_takes_int8_and_the_nodes_of_the_launcher(pool):
+def test_compress_alone_takes_fp8_and_the_nodes_of_the_launcher(pool):
     nodes, flat = "0 1|2 3", "None"
     for found in pool.run(started_by_torchrun, size=4):
         assert found == {

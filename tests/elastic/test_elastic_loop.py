@@ -319,7 +319,7 @@ def test_a_donor_that_dies_while_it_gives_is_replaced(tmp_path, at):
 def test_who_is_not_healed_gives_nothing_to_others(tmp_path):
     """The only rank with the state dies while it gives it: the newcomers say so, and do not train
     from what they have."""
-    with pytest.raises(NoQuorum, match="none of the 2 ranks"):
+    with pytest.raises(NoQuorum, match="none of the 2 remaining ranks"):
         survive(tmp_path, 1, during=Starter(tmp_path, 3, 2, broken=0, at=3))
 
 
@@ -781,7 +781,7 @@ def test_a_snapshot_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path,
         ({"data": DataLoader(DATA, 2)}, "ElasticSampler"),
         ({"state": {"commpress": MODEL}}, "commpress"),
         ({"data": DataLoader(DATA, 4, sampler=ElasticSampler(DATA, 6))}, "same"),
-        ({"process_group": None}, "not initialised"),
+        ({"process_group": None}, "not initialized"),
         ({"state": {"optimizer": torch.optim.SGD(MODEL.parameters())}}, "no module"),
     ],
 )

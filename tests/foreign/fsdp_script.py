@@ -46,7 +46,7 @@ from commpress.integrations.trainers.compression import Compression, wrapper_of
 from tiny_gpt2 import Words, arguments, flat, lightning, same
 
 SMALL = {"min_numel": 64}  # so that tiny layers are compressed
-CODECS = {"codec": "int8", "weights": "int8"}
+CODECS = {"codec": "fp8", "weights": "int8"}
 BATCH, STEPS, HALF = 4, 6, 3
 SHARDED = {"transformer_layer_cls_to_wrap": ["GPT2Block"]}
 
@@ -171,7 +171,7 @@ def in_a_trainer(folder):
     )
     assert not torch.equal(lost, mine), "residuals change what is trained"
     weights, _, _ = trained(folder / "default", callback=commpress.hf.Compress(**SMALL))
-    same(weights, mine, "int8 both ways unless told otherwise")
+    same(weights, mine, "fp8 and int8 unless told otherwise")
 
 
 def without_residuals(checkpoint_folder):

@@ -69,7 +69,7 @@ def test_states_that_do_not_fit_another_world_size_say_so(pool, tmp_path):
     for missing, coded in pool.run(too_few, str(tmp_path), size=4):
         assert "ranks [0, 1, 2] of a run on 4" in missing
         assert "residuals were kept in 'shift" in coded
-        assert "go on with 4 ranks" in coded
+        assert "resume on 4 ranks" in coded
 
 
 def telescoped(codec: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -593,7 +593,7 @@ def test_a_state_of_something_else_is_refused_by_name(pool, tmp_path):
             "with the codecs",
             "load each rank's own",
             "is of 5 ranks",
-            "something else",
+            "expected a state_dict() of a group",
             "of another version",
             "topology",
         )

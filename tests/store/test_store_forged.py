@@ -221,7 +221,7 @@ for _ in claimed(folder):
     try:
         open_tiny(folder)
     except CommpressError as error:
-        print(peak() - before, "promises" in str(error))
+        print(peak() - before, "after its head" in str(error))
 """
 
 
