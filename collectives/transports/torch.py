@@ -390,8 +390,8 @@ def watched(make: Callable[[], T], watch: Callable[[], object]) -> T:
 
 
 class Connections:
-    """Of one group: by file descriptor and by inode, because a descriptor may belong to another
-    file by the time it is cut."""
+    """Connections of one group, by file descriptor and by inode, because a descriptor may belong to
+    another file when it is cut."""
 
     def __init__(self, inodes: dict[int, int]) -> None:
         self._inodes = inodes

@@ -162,8 +162,8 @@ def layout_over(gather: RankGather, tensors: Tensors, dtype: torch.dtype | None)
 
 
 def _table(tensors: Tensors, dtype: torch.dtype | None, *, alone: bool) -> list[list[Any]]:
-    """For each name the one it is tied to, its type, shape and box, and a hash of what others may
-    hold too."""
+    """Return a row for each name: the name it is tied to, its type, shape and box, and a hash of
+    the part that other ranks may hold, too."""
     first: dict[int, str] = {}
     rows: list[list[Any]] = []
     for name, tensor in tensors.items():
