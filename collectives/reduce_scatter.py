@@ -40,6 +40,7 @@ from commpress.feedback import ErrorFeedback, Key, Residual, ResidualStore
 from commpress.kernels.devices import arithmetic
 from commpress.kernels.pieces import (
     COLUMN,
+    KIND,
     NUMEL,
     RESIDUAL,
     SHARD,
@@ -49,6 +50,7 @@ from commpress.kernels.pieces import (
     cut,
     width_of,
 )
+from commpress.kernels.reference import CASTS
 from commpress.kernels.registered import known
 from commpress.work import Steps, overlapped
 
@@ -77,6 +79,11 @@ class Deal:
     def size(self) -> int:
         """Bytes of a message."""
         return HEADER + self.own.row_bytes
+
+    def received(self, ranks: int) -> tuple[int, int]:
+        """Return the number of elements of all rows, and of those that no codec compresses."""
+        table = self.every.pieces.table
+        return self.every.pieces.numel, int(table[np.isin(table[:, KIND], CASTS), NUMEL].sum())
 
 
 def deals(

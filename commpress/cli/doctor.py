@@ -138,9 +138,9 @@ def kernels() -> Iterator[Finding]:
 
 
 def kernel_threads() -> Finding:
-    from commpress.kernels.cpu import openmp
+    from commpress.kernels.cpu.calls import entry
 
-    if openmp.entry() is not None:
+    if entry() is not None:
         return ok("the CPU kernels run on the threads of torch")
     return note(
         "this torch lets nobody use its threads: the CPU kernels run on threads of their own",

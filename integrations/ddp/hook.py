@@ -6,7 +6,7 @@ state's worker and returns a future to DDP. Backward continues meanwhile.
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from math import inf, nan
@@ -27,9 +27,9 @@ from commpress.codecs.planned import PLAIN, Planned, load_plan
 from commpress.codecs.policy import check_exclude
 from commpress.codecs.whole_tensors import LowRankCodec
 from commpress.collectives.allreduce import Outcome
-from commpress.collectives.buckets import FLOATS
+from commpress.collectives.buckets import FLOATS, Span
 from commpress.collectives.change import Change
-from commpress.collectives.channel import Channel
+from commpress.collectives.channel import Channel, Counters
 from commpress.collectives.exchange import Exchange, Exchanges, Reduce, Round, check_on_nonfinite
 from commpress.collectives.handover import Handover, cannot_follow
 from commpress.collectives.levels import divide
@@ -51,7 +51,7 @@ from commpress.errors import (
 )
 from commpress.feedback import ResidualStore, check_feedback
 from commpress.integrations.ddp.names import ParameterNames, averaged_parameters
-from commpress.integrations.observe.counters import Counters, relative_errors
+from commpress.kernels.pieces import NUMEL, RESIDUAL
 from commpress.logs import warn_on_first
 from commpress.torch_private import LossScale, check_unhooked, check_wrapped
 from commpress.work import Done, Steps, Work
@@ -736,3 +736,23 @@ class Plain:
 def values_of(buffer: torch.Tensor) -> torch.Tensor:
     """Return the elements of a buffer; the stored ones if it is sparse."""
     return buffer._values() if buffer.is_sparse else buffer
+
+
+def relative_errors(
+    before: torch.Tensor, spans: Sequence[Span], outcomes: Sequence[Outcome]
+) -> dict[str, float]:
+    """Return ‖residual‖ / ‖compensated‖ of each parameter, from the encoder's input and the
+    proposed residuals."""
+    left: dict[str, float] = {}
+    for outcome in outcomes:
+        if outcome.proposed is None:
+            continue
+        outcome.proposed.settle(outcome.message.pieces)
+        for (name, _), line in zip(outcome.message.keys, outcome.message.pieces.table, strict=True):
+            if line[RESIDUAL] >= 0:
+                part = outcome.proposed.sent[line[RESIDUAL] : line[RESIDUAL] + line[NUMEL]]
+                left[name] = left.get(name, 0.0) + float(part.square().sum())
+    norms = {s.name: float(before[s.source : s.source + s.numel].square().sum()) for s in spans}
+    return {
+        name: (value / norms[name]) ** 0.5 if norms[name] else 0.0 for name, value in left.items()
+    }

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from commpress.collectives.agreement import Consensus
+from commpress.collectives.channel import Counters
 from commpress.collectives.transports.factory import group_of, own_transport
 from commpress.errors import InvalidArgument, StateMismatch, refuse_unknown
 from commpress.integrations.ddp.hook import (
@@ -23,7 +24,6 @@ from commpress.integrations.ddp.hook import (
 from commpress.integrations.ddp.replicas import Replicas
 from commpress.integrations.fsdp.fsdp2 import ShardedState, compress_fsdp
 from commpress.integrations.fsdp.hsdp import compress_hsdp
-from commpress.integrations.observe.counters import Counters
 from commpress.integrations.pipeline.edges import check_backwards, compress_pipeline
 from commpress.optim.layout import is_cut, is_held, local, refuse_held, shards_of
 from commpress.torch_private import check_unhooked, pipeline_stages, tensor_parallel_parts

@@ -11,7 +11,7 @@ from torch.autograd import Variable
 from commpress.codecs import Codec, codec_named, policy_of
 from commpress.collectives.allreduce import Call, Outcome, Workspace, reduce_bucket, settle
 from commpress.collectives.buckets import Message, Span, messages
-from commpress.collectives.channel import Channel
+from commpress.collectives.channel import Channel, Counters
 from commpress.collectives.exchange import check_on_nonfinite
 from commpress.collectives.handover import Divided
 from commpress.collectives.reduce_scatter import Deal, Part, deals, reduce_rows
@@ -20,7 +20,6 @@ from commpress.collectives.transports.factory import on_reform
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import ErrorFeedback, ResidualStore, check_feedback
 from commpress.integrations.fsdp.policies import check_dtype
-from commpress.integrations.observe.counters import Counters
 from commpress.logs import warn_on_first
 
 

@@ -20,7 +20,7 @@ from commpress.codecs.exponents import ExponentCodec
 from commpress.codecs.family import EXACT
 from commpress.codecs.whole_tensors import WholeTensorCodec, travels_whole
 from commpress.collectives.buckets import MESSAGE, PIECE
-from commpress.collectives.channel import Channel, any_rank
+from commpress.collectives.channel import Channel, Counters, any_rank
 from commpress.collectives.exchange import Round
 from commpress.collectives.handover import Divided
 from commpress.collectives.levels import divide
@@ -47,7 +47,6 @@ from commpress.integrations.fsdp.shard_weights import (
     Difference,
     LosslessAllGather,
 )
-from commpress.integrations.observe.counters import Counters
 from commpress.logs import tell_on_first, warn_on_first
 from commpress.optim.layout import local
 from commpress.torch_private import LossScale, fsdp_groups

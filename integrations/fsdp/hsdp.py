@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from commpress.codecs import Codec, Policy
 from commpress.collectives.allreduce import settle
 from commpress.collectives.buckets import Span
-from commpress.collectives.channel import Channel
+from commpress.collectives.channel import Channel, Counters
 from commpress.collectives.exchange import Exchanges, Tensors
 from commpress.collectives.handover import Divided, Handover
 from commpress.collectives.state import Stateful
@@ -23,7 +23,6 @@ from commpress.integrations.fsdp.fsdp2 import MIN_NUMEL
 from commpress.integrations.fsdp.nonfinite import BadGradients
 from commpress.integrations.fsdp.param_groups import ParamGroup, column_mesh, param_groups_of
 from commpress.integrations.fsdp.policies import check_dtype, policy_for
-from commpress.integrations.observe.counters import Counters
 
 
 class ReplicatedState(Divided, Stateful):

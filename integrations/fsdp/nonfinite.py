@@ -3,9 +3,9 @@
 import torch
 from torch.autograd import Variable
 
+from commpress.collectives.channel import Counters
 from commpress.collectives.exchange import check_on_nonfinite
 from commpress.errors import NonFiniteGradient
-from commpress.integrations.observe.counters import Counters
 from commpress.logs import warn_on_first
 
 

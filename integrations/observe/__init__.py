@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from commpress.integrations.observe.counters import Counters
+from commpress.collectives.channel import Counters
 from commpress.integrations.observe.metrics import Metrics, StepMetrics, to_json_lines, to_writer
 from commpress.integrations.observe.watch import Watch, watch
 from commpress.lazy import lazily

@@ -20,8 +20,7 @@ import torch
 from commpress.kernels.adam import Segments
 from commpress.kernels.adam import apply_step as apply_step
 from commpress.kernels.adam import update_variance as update_variance
-from commpress.kernels.cpu.compiled import Kernel, Kernels
-from commpress.kernels.cpu.threads import split
+from commpress.kernels.cpu.calls import Kernel, Kernels, split
 
 loops = Kernels("adam_loops")
 

@@ -8,10 +8,8 @@ Without bitcode of the present sources (as in a checkout under development) Numb
 import ctypes
 import json
 import logging
-import struct
 import time
 import zlib
-from collections.abc import Sequence
 from functools import cache
 from hashlib import blake2b
 from threading import RLock
@@ -19,143 +17,15 @@ from typing import Any, NamedTuple
 
 import llvmlite
 import llvmlite.binding as llvm
-import numpy as np
-import torch
 
 from commpress.errors import MissingPackage
 from commpress.kernels.cpu import object_cache
 from commpress.kernels.cpu.digest import FOLDER, LLVM, cached_name, digest
-from commpress.kernels.cpu.kinds import HALVES, NOTHING, Kind
+from commpress.kernels.cpu.kinds import Kind
 
 log = logging.getLogger("commpress")
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _compiling = RLock()
-
-
-# ---------------------------------------------------------------- calls
-
-
-class Frames(NamedTuple):
-    """Calls of one kernel, each for a part of the work."""
-
-    function: Any
-    slots: Any  # of all calls, one frame after the other
-    size: int  # bytes of a frame
-    calls: int
-
-    @property
-    def address(self) -> int:
-        return ctypes.addressof(self.slots)
-
-    def run(self, i: int) -> None:
-        """Make one call, without Python's lock."""
-        self.function(self.address + i * self.size)
-
-    def results(self) -> list[int]:
-        ends = [
-            struct.unpack_from("qq", self.slots, (i + 1) * self.size - 16)
-            for i in range(self.calls)
-        ]
-        if any(failed for failed, _ in ends):
-            raise MemoryError(
-                "a kernel failed: it could not allocate memory, or the lengths of its arrays do "
-                "not fit"
-            )
-        return [result for _, result in ends]
-
-
-class _Variant(NamedTuple):
-    function: Any
-    frame: struct.Struct
-
-
-class Kernel:
-    """A kernel, called with numbers, None and contiguous tensors or arrays on the CPU, according to
-    its declaration."""
-
-    def __init__(self, family: str, name: str) -> None:
-        self.family, self.name = family, name
-        self._variants: dict[tuple[Any, ...], _Variant] = {}
-
-    def __call__(self, *args: Any) -> int:
-        frames = self.frames(args)
-        frames.run(0)
-        return frames.results()[0]
-
-    def frames(self, args: Sequence[Any], parts: Sequence[tuple[int, ...]] = ((),)) -> Frames:
-        """Return a call for each of the ``parts``, which are its last arguments. Arrays must live
-        until the calls have ended."""
-        key: list[Any] = []  # types of arguments, which select a variant
-        values: list[Any] = []
-        for value in args:
-            if isinstance(value, torch.Tensor):
-                if not (value.is_cpu and value.is_contiguous()):
-                    raise TypeError(
-                        f"kernel {self.name} got a tensor on {value.device} of strides "
-                        f"{value.stride()}"
-                    )
-                key.append(value.dtype)
-                values += (value.data_ptr(), value.numel())
-            elif isinstance(value, np.ndarray):
-                if not value.flags.c_contiguous:
-                    raise TypeError(f"kernel {self.name} got an array of strides {value.strides}")
-                key.append((value.dtype, value.ndim))
-                values += (value.ctypes.data, *value.shape)
-            elif value is None:
-                key.append(None)
-            else:
-                key.append(0)
-                values.append(value)
-        kind = tuple(key)
-        variant = self._variants.get(kind) or self._compiled(kind, len(parts[0]))
-        packed = b"".join([variant.frame.pack(*values, *part, 0, 0) for part in parts])
-        return Frames(
-            variant.function,
-            ctypes.create_string_buffer(packed, len(packed)),
-            variant.frame.size,
-            len(parts),
-        )
-
-    def _compiled(self, key: tuple[Any, ...], more: int) -> _Variant:
-        kinds = [_kind(part) for part in key] + [Kind("number")] * more
-        for i, declared in enumerate(_family(self.family).variants[self.name]):
-            if len(declared) == len(kinds) and all(map(_fits, kinds, declared)):
-                function = _function(self.family, f"{self.family}.{self.name}.{i}")
-                frame = struct.Struct("".join(kind.slots for kind in declared) + "qq")
-                return self._variants.setdefault(key, _Variant(function, frame))
-        raise TypeError(
-            f"kernel {self.name} was called with {', '.join(map(str, kinds))}, which it is not "
-            "declared for"
-        )
-
-
-class Kernels:
-    """Kernels of one family, as attributes; ``sources`` has a file of the family's name."""
-
-    def __init__(self, family: str) -> None:
-        self._family = family
-
-    def __getattr__(self, name: str) -> Kernel:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        kernel = Kernel(self._family, name)
-        setattr(self, name, kernel)
-        return kernel
-
-
-def _kind(key: Any) -> Kind:
-    """Return the kind of one argument."""
-    if key is None:
-        return NOTHING
-    if isinstance(key, torch.dtype):
-        return Kind(str(key).removeprefix("torch."), 1)
-    return Kind(str(key[0]), key[1]) if isinstance(key, tuple) else Kind("number")
-
-
-def _fits(given: Kind, declared: Kind) -> bool:
-    if given.dtype == "number":
-        return not declared.dims and declared != NOTHING
-    return given == declared or (given.dtype == "bfloat16" and declared == HALVES)
 
 
 # ---------------------------------------------------------------- bitcode
@@ -177,6 +47,11 @@ def _family(name: str) -> _Family:
         for kernel, each in json.loads(header)["kernels"].items()
     }
     return _Family(variants, zlib.decompress(body))
+
+
+def variants(family: str) -> dict[str, list[tuple[Kind, ...]]]:
+    """Return the declared arguments of each kernel of a family."""
+    return _family(family).variants
 
 
 def bitcode(family: str) -> bytes:
@@ -259,7 +134,7 @@ def _host() -> _Host:
     return _Host(target.create_target_machine(**options), engine, name)
 
 
-def _function(family: str, symbol: str) -> Any:
+def function_of(family: str, symbol: str) -> Any:
     """Return the compiled kernel with this name in a family's module."""
     with _compiling:
         host = _host()

@@ -6,7 +6,7 @@ import numpy as np
 
 from commpress.errors import Damaged
 from commpress.kernels import exact_format as law
-from commpress.kernels.cpu.compiled import Kernels
+from commpress.kernels.cpu.calls import Kernels
 
 loops = Kernels("exact_loops")
 

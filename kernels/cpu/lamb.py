@@ -11,8 +11,7 @@ import torch
 
 from commpress.kernels.adam import Segments
 from commpress.kernels.cpu.adam import PAST
-from commpress.kernels.cpu.compiled import Kernels
-from commpress.kernels.cpu.threads import split
+from commpress.kernels.cpu.calls import Kernels, split
 from commpress.kernels.lamb import LayerRule
 
 loops = Kernels("lamb_loops")

@@ -12,9 +12,8 @@ same bits.
 
 import numpy as np
 
-from commpress.kernels.cpu.compiled import Kernels
+from commpress.kernels.cpu.calls import Kernels, split
 from commpress.kernels.cpu.row_codec import _floats
-from commpress.kernels.cpu.threads import split
 from commpress.kernels.matrices import LEFT, RIGHT, TALL, WIDE, Matrices
 
 loops = Kernels("low_rank_loops")

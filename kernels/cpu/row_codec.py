@@ -9,8 +9,7 @@ choice of Numba.
 import numpy as np
 import torch
 
-from commpress.kernels.cpu.compiled import Kernels
-from commpress.kernels.cpu.threads import split
+from commpress.kernels.cpu.calls import Kernels, split
 from commpress.kernels.pieces import Pieces
 
 loops = Kernels("row_loops")

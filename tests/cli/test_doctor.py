@@ -7,7 +7,7 @@ import pytest
 
 from commpress.cli import doctor, main
 from commpress.cli.doctor import Finding, looked_at
-from commpress.kernels.cpu import openmp as cpu_openmp
+from commpress.kernels.cpu import calls as cpu_calls
 
 
 def commpress(*arguments: object) -> int:
@@ -63,9 +63,9 @@ def test_mpi_missing_or_dumb(monkeypatch):
 
 
 def test_torch_that_lends_no_threads(monkeypatch):
-    monkeypatch.setattr(cpu_openmp, "entry", lambda: None)
+    monkeypatch.setattr(cpu_calls, "entry", lambda: None)
     assert "threads of their own" in doctor.kernel_threads().what
-    monkeypatch.setattr(cpu_openmp, "entry", object)
+    monkeypatch.setattr(cpu_calls, "entry", object)
     assert doctor.kernel_threads() == Finding("ok", "the CPU kernels run on the threads of torch")
 
 

@@ -9,8 +9,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
+from commpress.collectives.channel import Counters
 from commpress.errors import NonFiniteGradient
-from commpress.integrations.observe.counters import Counters
 
 ODD = ("double", "complex", "sparse")
 

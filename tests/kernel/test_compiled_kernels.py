@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import sources
-from commpress.kernels.cpu import compiled, digest, object_cache
+from commpress.kernels.cpu import calls, compiled, digest, object_cache
 from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.pieces import Piece, cut
 from commpress.kernels.reference import FP32, INT8, SIGN_L1
@@ -217,12 +217,12 @@ def test_a_sign_exchange_compiles_what_signs_and_casts_need_and_no_more(cache):
 def test_a_kernel_refuses_what_it_was_not_compiled_for(x, message):
     out, table = np.zeros(1, np.float32), np.zeros((1, 1), np.int64)
     with pytest.raises(TypeError, match=message):
-        compiled.Kernels("low_rank_loops").fold(x, out, out, 0, table, table, 0, 0)
+        calls.Kernels("low_rank_loops").fold(x, out, out, 0, table, table, 0, 0)
 
 
 def test_a_kernel_takes_as_many_arguments_as_it_declares():
     with pytest.raises(TypeError, match="fold"):
-        compiled.Kernels("low_rank_loops").fold(torch.zeros(10))
+        calls.Kernels("low_rank_loops").fold(torch.zeros(10))
 
 
 def test_the_smaller_kernel_for_signs_and_casts_gives_the_same_bytes(monkeypatch):

@@ -11,23 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from commpress.kernels.cpu import openmp as cpu_openmp
-from commpress.kernels.cpu import threads as cpu_threads
-from commpress.kernels.cpu.compiled import Frames
+from commpress.kernels.cpu import calls
+from commpress.kernels.cpu.calls import Frames
 
-openmp = pytest.mark.skipif(
-    cpu_openmp.entry() is None, reason="torch has no OpenMP that lets others in"
-)
+openmp = pytest.mark.skipif(calls.entry() is None, reason="torch has no OpenMP that lets others in")
 
 
 @pytest.fixture(params=["torch's", pytest.param("ours", id="ours")])
 def threads(request, monkeypatch):
     """Four threads, whatever the machine has."""
     if request.param == "ours":
-        monkeypatch.setattr(cpu_openmp, "entry", lambda: None)
-    elif cpu_openmp.entry() is None:
+        monkeypatch.setattr(calls, "entry", lambda: None)
+    elif calls.entry() is None:
         pytest.skip("torch has no OpenMP that lets others in")
-    monkeypatch.setattr(cpu_threads, "_PARALLEL_NUMEL", 10)
+    monkeypatch.setattr(calls, "_PARALLEL_NUMEL", 10)
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     yield 4
@@ -62,7 +59,7 @@ class Kernel:
 
 
 def split(walk, blocks, numel):
-    return cpu_threads.split(Kernel(walk), blocks, numel)
+    return calls.split(Kernel(walk), blocks, numel)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 4, 5, 1000])
@@ -139,9 +136,9 @@ def test_they_are_the_threads_that_torch_has_started(threads, monkeypatch):
 def test_a_team_that_stays_small_does_all_the_work():
     code = """
 import threading, torch
-from commpress.kernels.cpu import threads as cpu_threads
+from commpress.kernels.cpu import calls
 from test_cpu_threads import split
-cpu_threads._PARALLEL_NUMEL = 10
+calls._PARALLEL_NUMEL = 10
 torch.set_num_threads(4)
 own = threading.get_native_id
 assert split(lambda start, stop: own(), 5, 1000) == [own()] * 4

@@ -10,7 +10,7 @@ import commpress
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.kernels import adam
 from commpress.kernels.cpu import adam as cpu_adam
-from commpress.kernels.cpu import threads as cpu_threads
+from commpress.kernels.cpu import calls as cpu_calls
 from commpress.kernels.cuda import adam as cuda_adam
 from commpress.kernels.cuda.modules import ADAM
 from commpress.optim.flat import Flat
@@ -121,7 +121,7 @@ def test_the_fused_passes_are_the_torch_operations(compiled, monkeypatch, passes
     for mine, theirs in zip(alone, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
     assert sum_alone == pytest.approx(squares, rel=1e-12)
-    monkeypatch.setattr(cpu_threads, "_PARALLEL_NUMEL", 500)
+    monkeypatch.setattr(cpu_calls, "_PARALLEL_NUMEL", 500)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
