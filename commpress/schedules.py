@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
-from commpress.errors import InvalidArgument, check_entries
+from commpress.errors import InvalidArgument, StateMismatch, check_entries
 
 PACES = 3  # last exchanges that decide the length of a round
+CODECS = ("int4", "powersgd-8+fp8")  # of hidden rounds, from fine to coarse
+MOST = 2  # steps of a round, beyond which a coarser codec is tried
+WORTH = 1.2  # an exchange in the finer codec takes longer by this factor, or the coarser one goes
 
 
 class Pace(NamedTuple):
@@ -44,6 +47,7 @@ class Facts:
     norms: list[tuple[int, float]] = field(default_factory=list)
     # of the last exchanges of local updates, for the slowest rank
     paces: list[Pace] = field(default_factory=list)
+    codec: "Rung" = field(default_factory=lambda: Rung())
 
     def see(self, step: int, lr: float) -> None:
         if lr > self.peak_lr * (1 + 1e-9):
@@ -51,7 +55,10 @@ class Facts:
 
     def keep(self, pace: Pace) -> None:
         """Record the pace of an exchange, and keep those of the two before it."""
-        self.paces = [*self.paces, pace][-PACES:]
+        if self.codec.untimed:
+            self.codec.untimed -= 1
+        else:
+            self.paces = [*self.paces, pace][-PACES:]
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -60,6 +67,7 @@ class Facts:
             "norm_ratio": self.norm_ratio,
             "norms": [list(pair) for pair in self.norms],
             "paces": [list(pace) for pace in self.paces],
+            "codec": self.codec.as_list(),
         }
 
     @classmethod
@@ -68,7 +76,8 @@ class Facts:
         check_entries(state, entries, "what a schedule has recorded")
         norms = [(int(step), float(norm)) for step, norm in state["norms"]]
         numbers = float(state["peak_lr"]), int(state["peak_step"]), float(state["norm_ratio"])
-        return cls(*numbers, norms, [Pace(*map(float, pace)) for pace in state.get("paces", [])])
+        paces = [Pace(*map(float, pace)) for pace in state.get("paces", [])]
+        return cls(*numbers, norms, paces, Rung.of(state.get("codec", [])))
 
 
 # ---------------------------------------------------------------- when the variance freezes
@@ -309,6 +318,65 @@ class Hidden:
         """Return the steps that overlap one exchange of this pace."""
         steps = max(self.room * pace.exchange, pace.standing / self.standing) / pace.step
         return max(min(ceil(steps), self.longest), 1)
+
+
+@dataclass
+class Rung:
+    """Codec of ``CODECS`` that hidden rounds use, and what is known of finer ones."""
+
+    number: int = 0
+    last: int = len(CODECS) - 1  # the coarsest that is faster than the one before it
+    untimed: int = 0  # exchanges to come whose pace is of another codec, or of its first use
+    left: float = 0.0  # seconds of an exchange in the finer codec that was left; 0: compared
+    # seconds of an exchange in each finer codec, relative to the next one
+    ratios: list[float] = field(default_factory=list)
+
+    def follow(self, paces: Sequence[Pace], rounds: Hidden) -> bool:
+        """Change the codec if the last paces ask for it, and return whether they do.
+
+        A coarser one is taken where rounds would need more than ``MOST`` steps, a finer one where
+        its exchange would hide behind one. Rounds of many steps learn less than a coarser codec
+        loses.
+        """
+        if len(paces) < PACES:
+            return False
+        pace = sorted(paces, key=rounds.needed)[len(paces) // 2]
+        if self.left:
+            ratio, self.left = self.left / pace.exchange, 0.0
+            self.ratios.append(ratio)
+            if ratio < WORTH:
+                self.last = self.number - 1
+                return self._go(self.last)
+        if self.number < self.last and rounds.needed(pace) > MOST:
+            self.left = pace.exchange
+            return self._go(self.number + 1)
+        if self.number and (
+            rounds.needed(pace._replace(exchange=self.ratios[-1] * pace.exchange)) == 1
+        ):
+            return self._go(self.number - 1)
+        return False
+
+    def _go(self, number: int) -> bool:
+        if number < self.number:
+            self.ratios.pop()
+        self.number, self.untimed = number, 2
+        return True
+
+    def as_list(self) -> list[float]:
+        return [self.number, self.last, self.untimed, self.left, *self.ratios]
+
+    @classmethod
+    def of(cls, state: Sequence[float]) -> "Rung":
+        if not state:
+            return cls()
+        number, last, untimed = (min(max(int(each), 0), 8) for each in state[:3])
+        ratios = [float(each) for each in state[4:]]
+        if not len(ratios) + (state[3] > 0) == number <= last < len(CODECS):
+            raise StateMismatch(
+                f"the state has codec {list(state)} of rounds, expected the number of one of "
+                f"{CODECS}, and what is known of finer ones: load the state of this run"
+            )
+        return cls(number, last, untimed, float(state[3]), ratios)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -142,7 +143,7 @@ class Fragment:
             self.views(weights), self.views(self.work), self.locals, strict=True
         ):
             with each.opened(write=False) as p:
-                out.copy_(shared.to(device=out.device, dtype=p.dtype)).sub_(p.to(out.device))
+                torch.sub(shared.to(out.device, p.dtype).float(), p.to(out.device), out=out)
 
     def set_change(self, change: torch.Tensor) -> None:
         """Set parameters to Θ − change."""
@@ -159,14 +160,15 @@ class Fragment:
         for shared, each in zip(self.views(self.weights), self.locals, strict=True):
             with each.opened(write=True) as p:
                 if alpha:
-                    p.copy_(torch.lerp(shared.to(device=p.device, dtype=p.dtype), p, alpha))
+                    torch.lerp(shared.to(device=p.device, dtype=p.dtype), p, alpha, out=p)
                 else:
                     p.copy_(shared)
 
     def finite(self) -> bool:
         for each in self.locals:
             with each.opened(write=False) as p:
-                if not torch.isfinite(p).all():
+                # a sum is finite if every element is, but for one that is too large: one pass
+                if not isfinite(p.sum()) and not torch.isfinite(p).all():
                     return False
         return True
 

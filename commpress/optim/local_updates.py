@@ -50,7 +50,18 @@ from commpress.optim.rounds import (
     check_same,
     slowest,
 )
-from commpress.schedules import UNKNOWN, Every, Facts, Hidden, Pace, Seconds, Sync, sync_of
+from commpress.schedules import (
+    CODECS,
+    UNKNOWN,
+    Every,
+    Facts,
+    Hidden,
+    Pace,
+    Rung,
+    Seconds,
+    Sync,
+    sync_of,
+)
 from commpress.tiered_mem import TieredStore
 from commpress.torch_private import untraced
 from commpress.work import Steps, run
@@ -76,7 +87,8 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
       ``SparseLoCo``, ``Gossip``, or a function that makes a torch optimizer. By default
       ``Nesterov``; of "auto" ``Average`` in rounds of up to 20 steps.
     - ``codec``: of changes, both ways; None: float32. Tensors of fewer than 256 elements travel
-      exactly, unless a ``Policy`` decides.
+      exactly, unless a ``Policy`` decides. "auto" is "int4", and with ``every="auto"`` and its own
+      ``outer`` a coarser one where rounds would else need more than 2 steps.
     - ``feedback_decay``: residuals are multiplied by it each round; with 0 there are none.
     - ``fragments``: a number, or lists of parameters: parts of the model that take turns within a
       round.
@@ -104,7 +116,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         *,
         every: int | Sync | Seconds | Literal["auto"] = "auto",
         outer: Outer | Callable[..., torch.optim.Optimizer] | None = None,
-        codec: str | Codec | Policy | None = "int4",
+        codec: str | Codec | Policy | None = "auto",
         feedback_decay: float = 0.95,
         fragments: int | Sequence[Sequence[torch.Tensor]] = 1,
         overlap: int | tuple[int, float] = 0,
@@ -184,9 +196,13 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
             self.channel = Channel(transport, name="commpress-local")
             self.control = self.channel.beside("commpress-local-control")
         least = 0 if codec is None or hasattr(codec, "choose") else MIN_NUMEL
-        policy = policy_of("none" if codec is None else codec, min_numel=least)
+        names: Sequence[str | Codec | Policy] = ["none" if codec is None else codec]
+        if codec == "auto":
+            names = CODECS if isinstance(self.every, Hidden) and outer is None else CODECS[:1]
+        # codecs that rounds may use
+        self.codecs = [policy_of(name, min_numel=least) for name in names]
         self.exchanges = self.outer.exchanges(
-            policy, self.channel, feedback=feedback_decay > 0 and codec is not None
+            self.codecs[0], self.channel, feedback=feedback_decay > 0 and codec is not None
         )
         check_ranks(self.inner, self.channel)
         check_hidden(self.inner, self.every)
@@ -361,6 +377,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         """Send the change of the next fragment; the previous one has arrived."""
         if self.flight is not None:
             yield from self._arrive()
+        self._choose_codec()
         fragment = self.fragments[self.rounds.next]
         self.inner.settle_weights()
         exchange = fragment.attach(self.exchanges)
@@ -385,6 +402,15 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         self.flight.alpha = self._alpha(overlap)
         if overlap and self._backgrounds and self.channel.size > 1:
             self.flight.future = self.channel.submit(steps, fragment.work)
+
+    def _choose_codec(self) -> None:
+        """Use the codec in which exchanges hide behind few steps. Nothing is under way."""
+        rung = self.facts.codec
+        if len(self.codecs) > 1 and isinstance(self.every, Hidden):
+            if rung.follow(self.facts.paces, self.every):
+                self.facts.paces = []
+            self.counters.codec = CODECS[rung.number]
+            self.exchanges.use(self.codecs[rung.number])
 
     def _alpha(self, overlap: int) -> float:
         """Return the share of a rank's own weights when an exchange arrives after ``overlap``
@@ -571,7 +597,8 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         return {"": self.exchanges}
 
     def shared(self) -> dict[str, Any]:
-        return {"steps": self._furthest, "exchanged": self.finished, "taken": self.taken}
+        numbers = {"steps": self._furthest, "exchanged": self.finished, "taken": self.taken}
+        return numbers | {"codec": self.facts.codec.as_list()}
 
     def shared_tensors(self) -> Mapping[str, torch.Tensor]:
         return local_checkpoint.last(self)
@@ -584,6 +611,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         for fragment in self.fragments:
             fragment.put_back(self.exchanges)
         self.counters.lost_ranks = self.handover.lost
+        self.facts.codec = Rung.of(standing.shared["codec"])
         self.begin_at(standing.shared["steps"], standing.shared["exchanged"])
 
     def begin_at(self, steps: int, exchanged: int) -> None:

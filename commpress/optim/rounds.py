@@ -383,6 +383,7 @@ class LocalCounters:
     every: int = 0  # steps of the round under way; 0: it ends after so many seconds
     overlap: int = 0  # steps of the round that are computed during an exchange
     participants: int = 0  # ranks with a weight above zero in it
+    codec: str = ""  # of codec="auto", as chosen for the round
 
     @property
     def bits(self) -> float:
@@ -394,7 +395,8 @@ class LocalCounters:
         if not self.every:
             return ""
         return f", now of {self.every} steps" + (
-            f", {self.overlap} of them beside an exchange" if self.overlap else ""
+            (f", {self.overlap} of them beside an exchange" if self.overlap else "")
+            + (f" in {self.codec}" if self.codec else "")
         )
 
     def summary(self, *, spread_of: str) -> str:

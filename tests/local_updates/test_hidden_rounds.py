@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import commpress
 from commpress.collectives.transports.loopback import simulate
-from commpress.errors import InvalidArgument
+from commpress.errors import InvalidArgument, StateMismatch
 from commpress.optim import local_updates, rounds
 from commpress.optim.outer import Average, Nesterov
 from commpress.optim.rounds import PaceMeter, slowest
-from commpress.schedules import UNKNOWN, Facts, Hidden, Pace
+from commpress.schedules import CODECS, UNKNOWN, Facts, Hidden, Pace, Rung
 from local_twin import Ranks, dyadic, equal, noise
 from test_local_ranks import Slow
 
@@ -169,6 +169,106 @@ def test_it_resumes_in_every_bit_from_recorded_seconds(monkeypatch, at):
     first, second = clock.train(one, 9, first=at), clock.train(two, 9, first=at)
     assert first == second
     assert equal(one.parameters, two.parameters)
+
+
+SLOW = {"int4": 0.9, "powersgd-8+fp8": 0.2}
+
+
+class ByCodec(Clock):
+    """A link on which codecs differ: ``seconds`` of an exchange by codec."""
+
+    seconds = SLOW
+
+    def train(self, ranks, steps, **more):
+        codecs = []
+        for number in range(steps):
+            self.exchange = self.seconds[CODECS[ranks.local[0].facts.codec.number]]
+            super().train(ranks, 1, first=more.get("first", 0) + number)
+            codecs.append(CODECS[ranks.local[0].facts.codec.number])
+        assert len({each.facts.codec.number for each in ranks.local}) == 1
+        return codecs
+
+
+def of_codecs(monkeypatch, size=2, **options):
+    start = [torch.randn(64, 48), torch.randn(5)]
+    clock = ByCodec(monkeypatch, 0.0)
+    ranks = Ranks(size, every="auto", outer=None, codec="auto", start=start, **options)
+    clock.slow(ranks)
+    return clock, ranks
+
+
+def small(size, step, make=None):
+    return [
+        [torch.randn(shape, generator=draw) for shape in ((64, 48), (5,))]
+        for draw in (torch.Generator().manual_seed(99 * step + r) for r in range(size))
+    ]
+
+
+def test_a_coarser_codec_comes_before_long_rounds_and_goes_with_the_slow_link(monkeypatch):
+    monkeypatch.setattr("test_hidden_rounds.noise", small)
+    clock, ranks = of_codecs(monkeypatch)
+    codecs = clock.train(ranks, 60)
+    assert (codecs[0], codecs[-1]) == ("int4", "powersgd-8+fp8")
+    assert list(dict.fromkeys(codecs)) == ["int4", "powersgd-8+fp8"], "one after the other"
+    assert ranks.local[0].rounds.length == 1
+    assert ranks.agree()
+    clock.seconds = {name: 5 * seconds for name, seconds in SLOW.items()}
+    codecs = clock.train(ranks, 90, first=60)
+    assert (codecs[-1], ranks.local[0].rounds.length) == ("powersgd-8+fp8", 5)
+    clock.seconds = {name: seconds / 20 for name, seconds in SLOW.items()}
+    codecs = clock.train(ranks, 90, first=150)
+    assert list(dict.fromkeys(codecs)) == ["powersgd-8+fp8", "int4"]
+    assert "in int4" in ranks.local[0].report()
+    assert ranks.agree()
+
+
+def test_a_codec_that_gains_nothing_is_left_for_good(monkeypatch):
+    monkeypatch.setattr("test_hidden_rounds.noise", small)
+    clock, ranks = of_codecs(monkeypatch)
+    clock.seconds = dict.fromkeys(SLOW, 0.9)
+    codecs = clock.train(ranks, 200)
+    assert 0 < codecs.count("powersgd-8+fp8") < 20
+    assert set(codecs[60:]) == {"int4"}
+    assert ranks.local[0].rounds.length == 4
+
+
+@pytest.mark.parametrize("at", [10, 14, 22])
+def test_the_codec_resumes_in_every_bit(monkeypatch, at):
+    monkeypatch.setattr("test_hidden_rounds.noise", small)
+    clock, one = of_codecs(monkeypatch, 3)
+    clock.train(one, at)
+    _, two = of_codecs(monkeypatch, 3)
+    clock.slow(two)
+    two.go_on(*one.saved())
+    assert two.local[0].facts == one.local[0].facts
+    now = clock.now
+    first = clock.train(one, 20, first=at)
+    clock.now = now
+    monkeypatch.setattr(rounds, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(local_updates, "monotonic", lambda: clock.now)
+    for local in two.local:
+        local.outer._clock = clock
+    assert clock.train(two, 20, first=at) == first
+    assert equal(one.parameters, two.parameters)
+
+
+def test_a_codec_that_is_named_stays(monkeypatch):
+    clock, ranks = Clock(monkeypatch, 0.9), Ranks(2, every="auto", outer=None, codec="int4")
+    clock.slow(ranks)
+    clock.train(ranks, 30)
+    assert (ranks.local[0].rounds.length, ranks.local[0].counters.codec) == (4, "")
+    fixed = Ranks(2, every=4, codec="auto")
+    fixed.step(noise(2, 0))
+    assert fixed.local[0].exchanges.policy == fixed.local[0].codecs[0]
+
+
+def test_what_a_state_says_of_codecs_is_checked():
+    assert Rung.of([]) == Rung()
+    known = Rung(1, 1, 0, 0.0, [4.0])
+    assert Rung.of(known.as_list()) == known
+    for wrong in ([1, 0, 0, 1.0], [1, 1, 0, 0.0], [2, 2, 0, 0.0, 2.0, 2.0], [0, 9, 0, 0.0]):
+        with pytest.raises(StateMismatch, match=r"codec .* of rounds, expected the number"):
+            Rung.of(wrong)
 
 
 def test_long_rounds_move_with_momentum_and_short_ones_do_not(monkeypatch):
