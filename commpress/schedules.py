@@ -59,6 +59,7 @@ class Facts:
             self.codec.untimed -= 1
         else:
             self.paces = [*self.paces, pace][-PACES:]
+            self.codec.timed = min(self.codec.timed + 1, PACES)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -67,8 +68,11 @@ class Facts:
             "norm_ratio": self.norm_ratio,
             "norms": [list(pair) for pair in self.norms],
             "paces": [list(pace) for pace in self.paces],
-            "codec": self.codec.as_list(),
-        }
+        } | (
+            {}
+            if self.codec.number == self.codec.untimed == 0 and self.codec.last == len(CODECS) - 1
+            else {"codec": self.codec.as_list()}
+        )
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> "Facts":
@@ -77,7 +81,8 @@ class Facts:
         norms = [(int(step), float(norm)) for step, norm in state["norms"]]
         numbers = float(state["peak_lr"]), int(state["peak_step"]), float(state["norm_ratio"])
         paces = [Pace(*map(float, pace)) for pace in state.get("paces", [])]
-        return cls(*numbers, norms, paces, Rung.of(state.get("codec", [])))
+        codec = Rung.of(state["codec"]) if "codec" in state else Rung(timed=len(paces))
+        return cls(*numbers, norms, paces, codec)
 
 
 # ---------------------------------------------------------------- when the variance freezes
@@ -327,56 +332,54 @@ class Rung:
     number: int = 0
     last: int = len(CODECS) - 1  # the coarsest that is faster than the one before it
     untimed: int = 0  # exchanges to come whose pace is of another codec, or of its first use
+    timed: int = 0  # last paces that are of this codec, up to ``PACES``
     left: float = 0.0  # seconds of an exchange in the finer codec that was left; 0: compared
     # seconds of an exchange in each finer codec, relative to the next one
     ratios: list[float] = field(default_factory=list)
 
-    def follow(self, paces: Sequence[Pace], rounds: Hidden) -> bool:
-        """Change the codec if the last paces ask for it, and return whether they do.
+    def follow(self, paces: Sequence[Pace], rounds: Hidden) -> None:
+        """Change the codec if the last paces ask for it.
 
         A coarser one is taken where rounds would need more than ``MOST`` steps, a finer one where
         its exchange would hide behind one. Rounds of many steps learn less than a coarser codec
         loses.
         """
-        if len(paces) < PACES:
-            return False
+        if min(len(paces), self.timed) < PACES:
+            return
         pace = sorted(paces, key=rounds.needed)[len(paces) // 2]
         if self.left:
             ratio, self.left = self.left / pace.exchange, 0.0
             self.ratios.append(ratio)
             if ratio < WORTH:
                 self.last = self.number - 1
-                return self._go(self.last)
+                self._go(self.last)
+                return
         if self.number < self.last and rounds.needed(pace) > MOST:
             self.left = pace.exchange
-            return self._go(self.number + 1)
-        if self.number and (
+            self._go(self.number + 1)
+        elif self.number and (
             rounds.needed(pace._replace(exchange=self.ratios[-1] * pace.exchange)) == 1
         ):
-            return self._go(self.number - 1)
-        return False
+            self._go(self.number - 1)
 
-    def _go(self, number: int) -> bool:
+    def _go(self, number: int) -> None:
         if number < self.number:
             self.ratios.pop()
-        self.number, self.untimed = number, 2
-        return True
+        self.number, self.untimed, self.timed = number, 2, 0
 
     def as_list(self) -> list[float]:
-        return [self.number, self.last, self.untimed, self.left, *self.ratios]
+        return [self.number, self.last, self.untimed, self.timed, self.left, *self.ratios]
 
     @classmethod
     def of(cls, state: Sequence[float]) -> "Rung":
-        if not state:
-            return cls()
-        number, last, untimed = (min(max(int(each), 0), 8) for each in state[:3])
-        ratios = [float(each) for each in state[4:]]
-        if not len(ratios) + (state[3] > 0) == number <= last < len(CODECS):
+        number, last, untimed, timed = (min(max(int(each), 0), 8) for each in state[:4])
+        left, *ratios = (float(each) for each in state[4:])
+        if not len(ratios) + (left > 0) == number <= last < len(CODECS):
             raise StateMismatch(
                 f"the state has codec {list(state)} of rounds, expected the number of one of "
                 f"{CODECS}, and what is known of finer ones: load the state of this run"
             )
-        return cls(number, last, untimed, float(state[3]), ratios)
+        return cls(number, last, untimed, timed, left, ratios)
 
 
 @dataclass(frozen=True)

@@ -170,6 +170,27 @@ MUTANTS = [
         "tests/codecs/test_schedules.py",
     ),
     Mutant(
+        "hidden rounds grow before the codec gets coarser",
+        "commpress/schedules.py",
+        "rounds.needed(pace) > MOST",
+        "rounds.needed(pace) > 99",
+        "tests/local_updates/test_hidden_rounds.py",
+    ),
+    Mutant(
+        "a coarser codec that gains nothing is tried again and again",
+        "commpress/schedules.py",
+        "                self.last = self.number - 1\n                self._go(self.last)",
+        "                self._go(self.number - 1)",
+        "tests/local_updates/test_hidden_rounds.py",
+    ),
+    Mutant(
+        "a resumed run forgets the codec of its rounds",
+        "commpress/schedules.py",
+        'codec = Rung.of(state["codec"]) if "codec" in state',
+        'codec = Rung() if "codec" in state',
+        "tests/local_updates/test_hidden_rounds.py",
+    ),
+    Mutant(
         "QSR is linear",
         "commpress/schedules.py",
         "power = 2",

@@ -407,8 +407,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         """Use the codec in which exchanges hide behind few steps. Nothing is under way."""
         rung = self.facts.codec
         if len(self.codecs) > 1 and isinstance(self.every, Hidden):
-            if rung.follow(self.facts.paces, self.every):
-                self.facts.paces = []
+            rung.follow(self.facts.paces, self.every)
             self.counters.codec = CODECS[rung.number]
             self.exchanges.use(self.codecs[rung.number])
 
