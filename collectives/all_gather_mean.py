@@ -173,9 +173,8 @@ class GatherMeans(Exchanges):
         *,
         clip: bool = True,
         feedback: bool = True,
-        seed: int = 0,
     ) -> None:
-        super().__init__(policy, size, workspace, feedback=feedback, seed=seed)
+        super().__init__(policy, size, workspace, feedback=feedback)
         self.codec, self.clip = _one_sparse(policy), clip
 
     def _cut(

@@ -57,7 +57,7 @@ from commpress.collectives.two_level import (
     route,
     routes,
 )
-from commpress.errors import InvalidArgument, check_counts
+from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback, Key, Residual, ResidualStore
 from commpress.kernels.pieces import NUMEL, SOURCE
 from commpress.work import Steps, future_on, overlapped
@@ -304,12 +304,10 @@ class Exchanges:
         *,
         levels: Levels | None = None,
         feedback: bool = True,
-        seed: int = 0,
         residuals: ResidualStore | None = None,
     ) -> None:
-        check_counts(seed=seed)
         self.policy, self.size, self.workspace, self.levels = policy, size, workspace, levels
-        self.feedback, self.seed = feedback, seed
+        self.feedback = feedback
         self.residuals = ResidualStore() if residuals is None else residuals
         self.bases: Bases = {}  # of low-rank codecs
         self._exact = policy_of("none")
@@ -384,7 +382,7 @@ class Exchanges:
         """Send tensors with whole-tensor codecs as matrices and the rest in rows."""
         attach, size, bases = self.residuals.attach, self.size, self.bases
         plans = [
-            plan_matrices(found, size, bases, device=device, factors=factors, seed=self.seed)
+            plan_matrices(found, size, bases, device=device, factors=factors)
             for factors, found in matrices_of(spans, shapes, policy)
         ]
 

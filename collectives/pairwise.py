@@ -110,8 +110,8 @@ class PairMean(FlatExchange):
 class PairMeans(Exchanges):
     """Exchanges between pairs, without residuals."""
 
-    def __init__(self, policy: Policy, size: int, workspace: Workspace, *, seed: int = 0) -> None:
-        super().__init__(policy, size, workspace, feedback=False, seed=seed)
+    def __init__(self, policy: Policy, size: int, workspace: Workspace) -> None:
+        super().__init__(policy, size, workspace, feedback=False)
         codec = policy_of(policy.large) if isinstance(policy, BySize) else policy
         if not isinstance(codec, Same) or codec.codec != EXACT:
             raise InvalidArgument(

@@ -16,7 +16,6 @@ the ranks change, residuals are handed over and ranks that are behind or new rec
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from math import prod
 from typing import Any, NamedTuple
 
@@ -80,20 +79,12 @@ class Stateful:
         *,
         codec: str | Codec | None,
         min_numel: int = 1024,
-        seed: int = 0,
         transport: Transport | None = None,
-        timeout: timedelta | None = None,
     ) -> None:
         """Connect the ranks of ``process_group``, all of them by default; collective."""
-        self.channel = (
-            Channel.among(process_group, timeout=timeout)
-            if transport is None
-            else Channel(transport)
-        )
+        self.channel = Channel.among(process_group) if transport is None else Channel(transport)
         size, workspace = self.channel.size, self.channel.workspace
-        self.exchanges = Exchanges(
-            policy_of(codec or "none", min_numel=min_numel), size, workspace, seed=seed
-        )
+        self.exchanges = Exchanges(policy_of(codec or "none", min_numel=min_numel), size, workspace)
         self.handover = Handover(self.channel)
         if transport is None:
             on_reform(process_group, self)

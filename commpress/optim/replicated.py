@@ -184,9 +184,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
             exact = policy_of(self.exact_codec, min_numel=256)
             among = self.channel.size, self.channel.workspace
             self.full = Exchanges(exact, *among, feedback=self.error_feedback)
-            self.quantized = Exchanges(
-                self.tensors, *among, feedback=self.error_feedback, seed=self.seed
-            )
+            self.quantized = Exchanges(self.tensors, *among, feedback=self.error_feedback)
         self.full.recut()
         self.recut()
         self.allocate(had)

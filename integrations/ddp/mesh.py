@@ -56,7 +56,7 @@ class MeshStates:
             for model in models
             for p in model.parameters()
         ]
-        self._consensus = Consensus(own_transport(group_of(mesh), timeout=None, votes=True))
+        self._consensus = Consensus(own_transport(group_of(mesh), votes=True))
 
     def __getitem__(self, name: str) -> Any:
         return self.by_name[name]

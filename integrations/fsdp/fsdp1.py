@@ -1,7 +1,6 @@
 """Communication hook for gradients of the older FullyShardedDataParallel. Use FSDP2 in new
 programs."""
 
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -46,22 +45,14 @@ class FlatShardState(Divided):
         process_group: dist.ProcessGroup | None = None,
         error_feedback: bool = True,
         on_nonfinite: Literal["skip", "propagate", "raise"] = "skip",
-        timeout: timedelta | None = None,
         checksum: bool = False,
-        seed: int = 0,
     ) -> None:
         check_on_nonfinite(on_nonfinite)
         check_feedback(error_feedback)
-        self.codec, self.error_feedback, self.on_nonfinite, self.seed = (
-            codec_named(codec),
-            error_feedback,
-            on_nonfinite,
-            seed,
-        )
+        self.codec, self.error_feedback = codec_named(codec), error_feedback
+        self.on_nonfinite = on_nonfinite
         self.step, self.counters, self.residuals = 0, Counters(), ResidualStore()
-        self.channel = Channel.among(
-            process_group, timeout=timeout, workspace=Workspace(checksum=checksum)
-        )
+        self.channel = Channel.among(process_group, workspace=Workspace(checksum=checksum))
         self.transport = self.channel.transport
         # elements of each unit's gradient, in the order of the first backward
         self._order: list[int] | None = None
@@ -83,7 +74,7 @@ class FlatShardState(Divided):
             "transport": self.transport,
             "workspace": self.channel.workspace,
             "sequence": self.channel.take(len(plan)),
-            "key": self.seed * 1_000_003 + self.step,
+            "key": self.step,
         }
         if shard is None:
             outcomes: list[Outcome] = self.channel.run(

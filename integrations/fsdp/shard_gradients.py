@@ -83,7 +83,6 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
                 channel,
                 residuals=owner.residuals,
                 feedback=owner.error_feedback,
-                seed=owner.seed,
             )
         self._legs: dict[torch.dtype, list[_Leg]] = {}
 

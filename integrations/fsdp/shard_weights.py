@@ -105,7 +105,7 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         fresh, self._reduced = reduced != self._reduced, reduced
         steps = self._difference if self.difference else self._whole
         sequence = self.channel.take(2 + 2 * len(self._plan(input_tensor.dtype)))
-        job = steps(input_tensor, output_tensor, sequence, self.owner.key(), backward, fresh)
+        job = steps(input_tensor, output_tensor, sequence, self.owner.step, backward, fresh)
         if self.owner.background:
             return _Pending(self.channel.submit(job, input_tensor, output_tensor))
         self.channel.run(job)

@@ -32,7 +32,6 @@ class WholeParameters:
         *,
         residuals: ResidualStore,
         feedback: bool,
-        seed: int,
     ) -> None:
         self.param_group, self.parts, self.channel = param_group, parts, channel
         self.device = param_group.parameters[0].device
@@ -44,7 +43,6 @@ class WholeParameters:
             levels=channel.levels,
             residuals=residuals,
             feedback=feedback,
-            seed=seed,
         )
         self.exchange = self.exchanges.of(self.names, self._tensors, self.device)
 

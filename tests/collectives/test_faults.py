@@ -252,8 +252,9 @@ def test_what_a_peer_had_sent_before_it_went_is_waited_for(mortal):
 def lose_a_rank_in_backward(how, seconds):
     """Rank 2 has reduced the bucket of its last layer with the others when it goes, and owes them
     the next."""
-    ddp, model = linear(bucket_cap_mb=0.01)
-    commpress.compress(ddp, min_numel=8, timeout=timedelta(seconds=seconds))
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    ddp, model = linear(bucket_cap_mb=0.01, process_group=group)
+    commpress.compress(ddp, min_numel=8)
     for _ in range(3):
         backward(ddp)
     if dist.get_rank() == 2:
