@@ -81,18 +81,13 @@ class Exchange(ABC):
         self,
         channel: Channel,
         buffer: torch.Tensor,
-        *,
-        sequence: int,
-        key: int,
-        gain: float = 1.0,
-        asks: bool = False,
+        call: Call,
     ) -> Steps[list[Outcome]]:
         """Average the tensors in ``buffer`` (float32) in place; the caller commits or discards the
         outcomes.
 
-        ``key`` seeds random draws, the same on every rank. ``gain`` multiplies the input and
-        divides the mean, so that residuals of scaled gradients are in unscaled units. ``asks`` (see
-        ``reduce_message``) travels only without two levels.
+        The key of ``call``, the same on every rank, seeds random draws. Its ``asks`` travels only
+        without two levels.
         """
 
     @abstractmethod
@@ -114,11 +109,7 @@ class FlatExchange(Exchange):
         self,
         channel: Channel,
         buffer: torch.Tensor,
-        *,
-        sequence: int,
-        key: int,
-        gain: float = 1.0,
-        asks: bool = False,
+        call: Call,
         shares: Sequence[float] = (),
     ) -> Steps[list[Outcome]]:
         """``shares``: weights of the ranks in the mean, equal by default; a rank with share 0 is
@@ -127,12 +118,7 @@ class FlatExchange(Exchange):
         if not self.messages:
             return []
         x = buffer[self.first :][: self.numel]
-        shares = shares or [1.0] * channel.size
-        return (
-            yield from self.mean(
-                channel, x, shares, sequence=sequence, key=key, gain=gain, asks=asks
-            )
-        )
+        return (yield from self.mean(channel, x, shares or [1.0] * channel.size, call))
 
     @abstractmethod
     def mean(
@@ -140,11 +126,7 @@ class FlatExchange(Exchange):
         channel: Channel,
         x: torch.Tensor,
         shares: Sequence[float],
-        *,
-        sequence: int,
-        key: int,
-        gain: float,
-        asks: bool,
+        call: Call,
     ) -> Steps[list[Outcome]]:
         """Replace all elements of ``x`` by their mean."""
 
@@ -172,13 +154,8 @@ class Reduce(Exchange):
         self,
         channel: Channel,
         buffer: torch.Tensor,
-        *,
-        sequence: int,
-        key: int,
-        gain: float = 1.0,
-        asks: bool = False,
+        call: Call,
     ) -> Steps[list[Outcome]]:
-        call = Call(channel.transport, channel.workspace, sequence, key, gain, asks=asks)
         count = len(self.rows)
         rows = reduce_bucket(buffer, self.feedbacks[:count], self.rows, call)
         if not self.matrices:
@@ -234,15 +211,11 @@ class ReduceInLevels(Exchange):
         self,
         channel: Channel,
         buffer: torch.Tensor,
-        *,
-        sequence: int,
-        key: int,
-        gain: float = 1.0,
-        asks: bool = False,
+        call: Call,
     ) -> Steps[list[Outcome]]:
         assert channel.levels is not None
         hierarchy = channel.levels.hierarchy
-        inside = Call(hierarchy.inside, channel.workspace, sequence, key, gain)
+        inside = call._replace(transport=hierarchy.inside, asks=False)
         outcomes = yield from reduce_routes(buffer, self.feedbacks, self.routes, hierarchy, inside)
         call = inside._replace(transport=channel.transport).after(len(self.routes))
 

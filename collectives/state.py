@@ -23,7 +23,7 @@ import torch
 
 from commpress.codecs import Codec, policy_of
 from commpress.codecs.family import EXACT
-from commpress.collectives.allreduce import Call, reduce_message, settle
+from commpress.collectives.allreduce import reduce_message, settle
 from commpress.collectives.buckets import Span, one_message
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
@@ -144,12 +144,8 @@ class Stateful:
         exchange = self.exchanges.of(
             tuple(shapes), lambda: (spans, list(shapes.values())), buffer.device
         )
-        outcomes = yield from exchange.steps(
-            self.channel,
-            buffer,
-            sequence=self.channel.take(exchange.sequences),
-            key=self.steps_done,
-        )
+        call = self.channel.call(exchange.sequences, self.steps_done)
+        outcomes = yield from exchange.steps(self.channel, buffer, call)
         taken = all(outcome.finite for outcome in outcomes)
         settle(outcomes, taken=taken)
         self.handover.settle(taken=taken)
@@ -196,8 +192,7 @@ class Stateful:
         channel, means = self.channel, _copied(self.waiting())
         for mean in means.values():
             message = one_message(mean.numel(), EXACT, channel.size, name="window")
-            call = Call(channel.transport, channel.workspace, channel.take())
-            yield from reduce_message(mean, None, message, call)
+            yield from reduce_message(mean, None, message, channel.call(1))
         state = self.common() | means if channel.rank == 0 else self.head()
         for name, each in self.exchange_sets().items():
             parts, sequence = self.parts_of(each), channel.take()

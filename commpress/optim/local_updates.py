@@ -23,7 +23,7 @@ import torch
 
 from commpress.checksum import checksum_of
 from commpress.codecs import BlockCodec, CastCodec, Codec, Policy, policy_of
-from commpress.collectives.allreduce import settle
+from commpress.collectives.allreduce import Call, settle
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchange, Exchanges
@@ -363,8 +363,8 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         fragment.change()
         header = self._header(fragment)
         trained, fragment.steps, fragment.tokens = (fragment.steps, fragment.tokens), 0, 0
-        sequences = self.control.take(), self.channel.take(exchange.sequences)
-        steps = self._exchange(fragment, exchange, header, sequences)
+        call = self.channel.call(exchange.sequences, header.number)
+        steps = self._exchange(fragment, exchange, header, self.control.take(), call)
         self.flight = Flight(
             fragment,
             self.steps_done,
@@ -412,7 +412,8 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         fragment: Fragment,
         exchange: Exchange,
         header: ExchangeHeader,
-        sequences: tuple[int, int],
+        sequence: int,
+        call: Call,
     ) -> Steps[tuple[bool, Pace | None]]:
         """Replace ``work`` by its weighted mean; return True if it counts, False if no rank has
         trained or a mean is not finite.
@@ -426,7 +427,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
                 header, pace=slowest([Pace(*row) for row in column[:, 1:].tolist()]) or UNKNOWN
             )
             header = header if column[:, 0].all() else header.left_out()
-        headers = yield from header.gathered(self.control, sequences[0])
+        headers = yield from header.gathered(self.control, sequence)
         check_same(headers, shared=self.outer.equal)
         start = monotonic()
         self._all_ended = self._all_ended + 1 if all(each.ended for each in headers) else 0
@@ -451,8 +452,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
             fragment.work,
             fragment.weights,
             [weight * len(weights) / total for weight in weights],
-            sequence=sequences[1],
-            key=header.number,
+            call,
         )
         taken = all(outcome.finite for outcome in outcomes)
         self.meter.exchanged(monotonic() - start)

@@ -735,10 +735,6 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
             return
         self.experts.step(self.gain() * self._clipped)
 
-    def _key(self) -> int:
-        """Return the seed of this step's random numbers."""
-        return self.steps_done
-
     def gathered(self, values: Sequence[float]) -> Steps[np.ndarray]:
         """Gather ``values`` of every rank as float64[ranks, len(values)]."""
         return self.channel.gathered(values)
@@ -751,8 +747,8 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
         exact = exchanges.of(
             tuple(indices), lambda: (self.spans(indices), [()] * len(indices)), self._flat.device
         )
-        sequence = self.channel.take(exact.sequences)
-        outcomes = yield from exact.steps(self.channel, self.work, sequence=sequence, key=0)
+        call = self.channel.call(exact.sequences)
+        outcomes = yield from exact.steps(self.channel, self.work, call)
         return all(outcome.finite for outcome in outcomes)
 
     def gain(self) -> float:

@@ -142,13 +142,8 @@ class ReplicatedOptimizer(CompressedOptimizer):
     def reduce(self, kind: RoundKind, indices: Sequence[int]) -> Steps[list[Outcome]]:
         """Replace ``work`` of these parameters by its mean."""
         exchange = self.exchange(kind, indices)
-        return exchange.steps(
-            self.channel,
-            self.work,
-            sequence=self.channel.take(exchange.sequences),
-            key=self._key(),
-            asks=self.asks(),
-        )
+        call = self.channel.call(exchange.sequences, self.steps_done, asks=self.asks())
+        return exchange.steps(self.channel, self.work, call)
 
     def exact(self, gradients: Sequence[torch.Tensor], among: Container[int] | None = None) -> None:
         """Take an exact step with mean gradients, here Adam's. ``among``: only these parameters."""

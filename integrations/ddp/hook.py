@@ -25,7 +25,7 @@ from commpress.codecs.family import EXACT
 from commpress.codecs.planned import PLAIN, Planned, load_plan
 from commpress.codecs.policy import check_exclude
 from commpress.codecs.whole_tensors import LowRankCodec
-from commpress.collectives.allreduce import Outcome
+from commpress.collectives.allreduce import Call, Outcome
 from commpress.collectives.buckets import FLOATS
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
@@ -552,9 +552,8 @@ class CompressedState(Stateful):
         before = None
         if (measure or own is not None) and isinstance(exchange, Reduce):
             before = exchange.compensated(buffer, gain)
-        outcomes = yield from exchange.steps(
-            self.channel, buffer, sequence=sequence, key=round.number, gain=gain
-        )
+        call = Call(self.channel.transport, workspace, sequence, round.number, gain)
+        outcomes = yield from exchange.steps(self.channel, buffer, call)
         finite = all(outcome.finite for outcome in outcomes)
         if finite and bucket is not buffer:
             bucket.copy_(buffer)

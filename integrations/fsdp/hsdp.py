@@ -96,9 +96,8 @@ class ReplicatedState(Divided, Stateful):
         self.steps_done = max(self.steps_done, of.calls + 1)
         buffer = shard if shard.dtype == torch.float32 else shard.float()
         exchange = of.exchange
-        sequence = self.channel.take(exchange.sequences)
         outcomes = self.channel.run(
-            exchange.steps(self.channel, buffer, sequence=sequence, key=of.calls)
+            exchange.steps(self.channel, buffer, self.channel.call(exchange.sequences, of.calls))
         )
         of.calls += 1
         finite = all(outcome.finite for outcome in outcomes)

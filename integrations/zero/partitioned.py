@@ -9,8 +9,8 @@ Both collectives may be compressed.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.agreement import gathered
-from commpress.collectives.allreduce import Workspace
+from commpress.collectives.allreduce import Call, Workspace
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
 from commpress.collectives.handover import Divided
@@ -212,15 +212,10 @@ class Partitioned(Divided, Wrapper):
             )
         return self.inner.commit()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Let backward passes inside add up gradients in ``parameter.grad`` on this rank; the next
         one outside reduces the sum."""
-        before, self.gradients.syncing = self.gradients.syncing, False
-        try:
-            yield
-        finally:
-            self.gradients.syncing = before
+        return self.gradients.no_sync()
 
     @untraced
     @torch.no_grad()
@@ -331,12 +326,12 @@ class Partitioned(Divided, Wrapper):
         futures = []
         for bucket in self.buckets:
             count = len(bucket.gather_plan)
-            steps = self._gather(bucket, self.channel.take(count))
+            steps = self._gather(bucket, self.channel.call(count))
             futures.append(self.channel.submit(steps, bucket.flat, waits=count))
         for future in futures:
             future.wait()
 
-    def _gather(self, bucket: ShardedBucket, sequence: int) -> Steps[None]:
+    def _gather(self, bucket: ShardedBucket, call: Call) -> Steps[None]:
         direct = bucket.dtype == torch.float32 and not bucket.lossy_weights
         flat = (
             bucket.flat
@@ -347,10 +342,8 @@ class Partitioned(Divided, Wrapper):
         finite = yield from gather_rows(
             bucket.shard,
             flat,
-            plan=bucket.gather_plan,
-            transport=self.transport,
-            workspace=self.channel.workspace,
-            sequence=sequence,
+            bucket.gather_plan,
+            call,
             base=base,
         )
         if direct:

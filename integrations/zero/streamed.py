@@ -151,8 +151,8 @@ class Streamed(Divided, NotCopied):
         if self.transport.size == 1:
             group.load(self.store, group.flat)
             return
-        sequence = self.channel.take(len(group.gather_plan))
-        self.channel.submit(group.gather(self.store, self.channel, sequence), group.flat).wait()
+        call = self.channel.call(len(group.gather_plan))
+        self.channel.submit(group.gather(self.store, call), group.flat).wait()
 
     def _start(self, *_: Any) -> None:
         """Check, before the model's forward, that the values kept in memory are those of the last

@@ -15,9 +15,10 @@ from commpress.codecs import codec_named
 from commpress.collectives.allreduce import Call, Workspace, compressed_allreduce, reduce_message
 from commpress.collectives.buckets import one_message
 from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, Frame
-from commpress.collectives.transports.loopback import Faulty, Loopback, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import CommunicationError, Corrupted, Mismatch, PeerFailure
 from commpress.work import run
+from faulty import Faulty
 from ranks import meet
 from variants import few
 from ways import transport_by
