@@ -396,8 +396,8 @@ class Hook:
         jobs = []
         for channel, exchanges, buffer in self.ranks:
             exchange = exchanges.of((), lambda: (self.spans, shapes), buffer.device)
-            number = channel.take(exchange.sequences)
-            jobs.append(exchange.steps(channel, buffer, sequence=number, key=step))
+            call = channel.call(exchange.sequences, step)
+            jobs.append(exchange.steps(channel, buffer, call))
         for outcomes in simulate(jobs):
             settle(outcomes, taken=True)
         for span, parameter in zip(self.spans, self.parameters, strict=True):

@@ -22,7 +22,7 @@ import torch
 
 from commpress.codecs import Policy, SparseCodec
 from commpress.codecs.policy import BySize, Same, policy_of
-from commpress.collectives.allreduce import ALONGSIDE, Outcome, Workspace, exchange
+from commpress.collectives.allreduce import ALONGSIDE, Call, Outcome, Workspace, exchange
 from commpress.collectives.buckets import MESSAGE, Message, Span, messages
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchange, Exchanges, FlatExchange
@@ -53,11 +53,7 @@ class GatherMean(FlatExchange):
         channel: Channel,
         x: torch.Tensor,
         shares: Sequence[float],
-        *,
-        sequence: int,
-        key: int,
-        gain: float,
-        asks: bool,
+        call: Call,
     ) -> Steps[list[Outcome]]:
         """Replace ``x`` by the mean above. A rank with share 0 keeps its residual and sends
         zeros."""
@@ -70,14 +66,11 @@ class GatherMean(FlatExchange):
             part = slice(at, min(at + MESSAGE, self.numel))
             jobs.append(
                 self._mean(
-                    channel,
+                    call.after(i),
                     x[part],
                     None if old is None else old.sent[part],
                     None if new is None else new.sent[part],
-                    sequence=sequence + i,
-                    gain=gain,
-                    asks=asks,
-                    shares=shares,
+                    shares,
                 )
             )
         flags = yield from overlapped(jobs, limit=ALONGSIDE)
@@ -89,24 +82,21 @@ class GatherMean(FlatExchange):
 
     def _mean(
         self,
-        channel: Channel,
+        call: Call,
         x: torch.Tensor,
         old: torch.Tensor | None,
         new: torch.Tensor | None,
-        *,
-        sequence: int,
-        gain: float,
-        asks: bool,
         shares: Sequence[float],
     ) -> Steps[int]:
         """Replace ``x`` by its mean if all ranks were finite; return the flags of all ranks."""
-        workspace, device, code = channel.workspace, x.device, self.codec.arithmetic
+        transport, workspace, sequence = call[:3]
+        device, code, gain, ranks = x.device, self.codec.arithmetic, call.gain, transport.size
         size, start = HEADER + code.row_bytes(x.numel()), perf_counter()
-        outbox, inbox = workspace.rows(size, 1, device), workspace.rows(size, channel.size, device)
-        row, flag = outbox[0, HEADER:].zero_(), ASKS * asks
+        outbox, inbox = workspace.rows(size, 1, device), workspace.rows(size, ranks, device)
+        row, flag = outbox[0, HEADER:].zero_(), ASKS * call.asks
         if new is not None and old is not None:
             new.copy_(old)
-        if shares[channel.rank]:
+        if shares[transport.rank]:
             values = x * gain if old is None else x * gain + old
             if bool(torch.isfinite(values).all()):
                 row.copy_(code.encode(values))
@@ -116,18 +106,18 @@ class GatherMean(FlatExchange):
                 flag |= NOT_FINITE
         workspace.encoded(start)
         frame = Frame(
-            ALL_GATHER, channel.size, self.codec.spec, x.numel(), sequence, self.messages[0].label
+            ALL_GATHER, ranks, self.codec.spec, x.numel(), sequence, self.messages[0].label
         )
         mark = torch.full((1,), flag, dtype=torch.uint8, device=device)
         flags = yield from exchange(
-            channel.transport.all_gather, inbox, outbox, frame, mark, channel.transport, workspace
+            transport.all_gather, inbox, outbox, frame, mark, transport, workspace
         )
         start = perf_counter()
         if not flags & NOT_FINITE:
             x.zero_()
             heard = [rank for rank, share in enumerate(shares) if share]
             self._add(x, inbox[heard, HEADER:], [shares[rank] for rank in heard])
-            x.div_(gain * channel.size)
+            x.div_(gain * ranks)
         workspace.decoded(start)
         workspace.give_rows(outbox, inbox)
         return flags
@@ -173,9 +163,8 @@ class GatherMeans(Exchanges):
         *,
         clip: bool = True,
         feedback: bool = True,
-        seed: int = 0,
     ) -> None:
-        super().__init__(policy, size, workspace, feedback=feedback, seed=seed)
+        super().__init__(policy, size, workspace, feedback=feedback)
         self.codec, self.clip = _one_sparse(policy), clip
 
     def _cut(

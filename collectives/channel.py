@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from commpress.collectives.agreement import gathered
-from commpress.collectives.allreduce import Workspace, exchange
+from commpress.collectives.allreduce import Call, Workspace, exchange
 from commpress.collectives.buckets import Message
 from commpress.collectives.frame import ALL_TO_ALL, HEADER, NOT_FINITE, Frame, Rows
 from commpress.collectives.transports.factory import enroll, own_transport, ranks_of
@@ -167,6 +167,10 @@ class Channel:
     def take(self, count: int = 1) -> int:
         """Take ``count`` sequence numbers and return the first."""
         return self._numbers.take(count)
+
+    def call(self, count: int, key: int = 0, gain: float = 1.0, *, asks: bool = False) -> Call:
+        """Take ``count`` sequence numbers; return the arguments of an exchange that uses them."""
+        return Call(self.transport, self.workspace, self.take(count), key, gain, asks=asks)
 
     def gathered(self, values: Sequence[float]) -> Steps[np.ndarray]:
         """Gather ``values`` of every rank as float64[ranks, len(values)]."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from commpress.collectives.all_to_all.all_to_all import AllToAllCall, all_to_all, splits_of
-from commpress.collectives.allreduce import ALONGSIDE, Workspace, exchange
+from commpress.collectives.allreduce import ALONGSIDE, Call, Workspace, exchange
 from commpress.collectives.buckets import MESSAGE
 from commpress.collectives.frame import ALL_GATHER, HEADER, Frame
 from commpress.collectives.transports.transport import Transport
@@ -113,32 +113,27 @@ def exact_messages(numel: int, ranks: int, dtype: torch.dtype) -> list[ExactMess
 def gather_exactly(
     row: torch.Tensor,
     out: torch.Tensor,
-    *,
     plan: Sequence[ExactMessage],
-    transport: Transport,
-    workspace: Workspace,
-    sequence: int,
+    call: Call,
+    *,
     learn: bool = False,
     kept: list[Received] | None = None,
 ) -> Steps[None]:
     """Gather the rows of all ranks into ``out``, bit for bit; ``row`` may be this rank's part of
     it.
 
-    Uses two sequence numbers per message, beginning with ``sequence``. ``learn``: set ``first``
-    from the lengths of this call; calls with such a plan must not overlap. Received messages are
-    appended to ``kept`` for ``decode_rows`` and belong to the caller.
+    Uses two sequence numbers per message. ``learn``: set ``first`` from the lengths of this call;
+    calls with such a plan must not overlap. Received messages are appended to ``kept`` for
+    ``decode_rows`` and belong to the caller.
     """
     received = yield from overlapped(
-        (
-            _gather(row, out, message, transport, workspace, sequence + 2 * i, learn)
-            for i, message in enumerate(plan)
-        ),
+        (_gather(row, out, message, call.after(2 * i), learn) for i, message in enumerate(plan)),
         limit=ALONGSIDE,
     )
     if kept is not None:
         kept[:] = received
     else:
-        give_back(received, workspace)
+        give_back(received, call.workspace)
 
 
 def decode_rows(
@@ -210,14 +205,8 @@ def exact_broadcast(
         out_splits=[part if r == root else 0 for r in range(ranks)],
         sequence=sequence,
     )
-    yield from gather_exactly(
-        own,
-        whole,
-        plan=exact_messages(part, ranks, flat.dtype),
-        transport=transport,
-        workspace=Workspace(),
-        sequence=sequence + 2,
-    )
+    plan = exact_messages(part, ranks, flat.dtype)
+    yield from gather_exactly(own, whole, plan, Call(transport, Workspace(), sequence + 2))
     flat.copy_(whole[: flat.numel()])
 
 
@@ -229,11 +218,10 @@ def _gather(
     row: torch.Tensor,
     out: torch.Tensor,
     message: ExactMessage,
-    transport: Transport,
-    workspace: Workspace,
-    sequence: int,
+    call: Call,
     learn: bool,
 ) -> Steps[Received]:
+    transport, workspace, sequence = call[:3]
     start, first, ranks = perf_counter(), message.first, transport.size
     code = encode(row[message.part])
     numel, flag = message.stop - message.start, torch.zeros(1, dtype=torch.uint8)

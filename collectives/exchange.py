@@ -57,7 +57,7 @@ from commpress.collectives.two_level import (
     route,
     routes,
 )
-from commpress.errors import InvalidArgument, check_counts
+from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback, Key, Residual, ResidualStore
 from commpress.kernels.pieces import NUMEL, SOURCE
 from commpress.work import Steps, future_on, overlapped
@@ -81,18 +81,13 @@ class Exchange(ABC):
         self,
         channel: Channel,
         buffer: torch.Tensor,
-        *,
-        sequence: int,
-        key: int,
-        gain: float = 1.0,
-        asks: bool = False,
+        call: Call,
     ) -> Steps[list[Outcome]]:
         """Average the tensors in ``buffer`` (float32) in place; the caller commits or discards the
         outcomes.
 
-        ``key`` seeds random draws, the same on every rank. ``gain`` multiplies the input and
-        divides the mean, so that residuals of scaled gradients are in unscaled units. ``asks`` (see
-        ``reduce_message``) travels only without two levels.
+        The key of ``call``, the same on every rank, seeds random draws. Its ``asks`` travels only
+        without two levels.
         """
 
     @abstractmethod
@@ -114,11 +109,7 @@ class FlatExchange(Exchange):
         self,
         channel: Channel,
         buffer: torch.Tensor,
-        *,
-        sequence: int,
-        key: int,
-        gain: float = 1.0,
-        asks: bool = False,
+        call: Call,
         shares: Sequence[float] = (),
     ) -> Steps[list[Outcome]]:
         """``shares``: weights of the ranks in the mean, equal by default; a rank with share 0 is
@@ -127,12 +118,7 @@ class FlatExchange(Exchange):
         if not self.messages:
             return []
         x = buffer[self.first :][: self.numel]
-        shares = shares or [1.0] * channel.size
-        return (
-            yield from self.mean(
-                channel, x, shares, sequence=sequence, key=key, gain=gain, asks=asks
-            )
-        )
+        return (yield from self.mean(channel, x, shares or [1.0] * channel.size, call))
 
     @abstractmethod
     def mean(
@@ -140,11 +126,7 @@ class FlatExchange(Exchange):
         channel: Channel,
         x: torch.Tensor,
         shares: Sequence[float],
-        *,
-        sequence: int,
-        key: int,
-        gain: float,
-        asks: bool,
+        call: Call,
     ) -> Steps[list[Outcome]]:
         """Replace all elements of ``x`` by their mean."""
 
@@ -172,13 +154,8 @@ class Reduce(Exchange):
         self,
         channel: Channel,
         buffer: torch.Tensor,
-        *,
-        sequence: int,
-        key: int,
-        gain: float = 1.0,
-        asks: bool = False,
+        call: Call,
     ) -> Steps[list[Outcome]]:
-        call = Call(channel.transport, channel.workspace, sequence, key, gain, asks=asks)
         count = len(self.rows)
         rows = reduce_bucket(buffer, self.feedbacks[:count], self.rows, call)
         if not self.matrices:
@@ -234,15 +211,11 @@ class ReduceInLevels(Exchange):
         self,
         channel: Channel,
         buffer: torch.Tensor,
-        *,
-        sequence: int,
-        key: int,
-        gain: float = 1.0,
-        asks: bool = False,
+        call: Call,
     ) -> Steps[list[Outcome]]:
         assert channel.levels is not None
         hierarchy = channel.levels.hierarchy
-        inside = Call(hierarchy.inside, channel.workspace, sequence, key, gain)
+        inside = call._replace(transport=hierarchy.inside, asks=False)
         outcomes = yield from reduce_routes(buffer, self.feedbacks, self.routes, hierarchy, inside)
         call = inside._replace(transport=channel.transport).after(len(self.routes))
 
@@ -304,12 +277,10 @@ class Exchanges:
         *,
         levels: Levels | None = None,
         feedback: bool = True,
-        seed: int = 0,
         residuals: ResidualStore | None = None,
     ) -> None:
-        check_counts(seed=seed)
         self.policy, self.size, self.workspace, self.levels = policy, size, workspace, levels
-        self.feedback, self.seed = feedback, seed
+        self.feedback = feedback
         self.residuals = ResidualStore() if residuals is None else residuals
         self.bases: Bases = {}  # of low-rank codecs
         self._exact = policy_of("none")
@@ -384,7 +355,7 @@ class Exchanges:
         """Send tensors with whole-tensor codecs as matrices and the rest in rows."""
         attach, size, bases = self.residuals.attach, self.size, self.bases
         plans = [
-            plan_matrices(found, size, bases, device=device, factors=factors, seed=self.seed)
+            plan_matrices(found, size, bases, device=device, factors=factors)
             for factors, found in matrices_of(spans, shapes, policy)
         ]
 

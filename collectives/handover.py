@@ -41,7 +41,6 @@ NEW = -1  # count of settled rounds of a new rank
 
 Stores = Mapping[str, ResidualStore]
 Place = tuple[str, str, int]  # store, parameter, offset of the piece
-Bytes = Mapping[int, torch.Tensor]  # uint8[n], by rank
 
 
 @dataclass(frozen=True)
@@ -146,9 +145,7 @@ class Handover(Settlements):
             )
             for rank in range(change.size)
         }
-        came = yield from self._exchanged(
-            {rank: part.view(torch.uint8) for rank, part in parts.items()}
-        )
+        came = yield from self._exchanged(parts)
         rows = {place: torch.zeros(width_of(numel, change.size)) for place, numel in pieces.items()}
         given: dict[str, torch.Tensor] = {}
         for rank, each in enumerate(every):
@@ -215,9 +212,7 @@ class Handover(Settlements):
             rank: _flat(part[slice_of(i, len(stay), part.numel())] for part in whole.values())
             for i, rank in enumerate(stay)
         }
-        came = yield from self._exchanged(
-            {rank: part.view(torch.uint8) for rank, part in parts.items()}
-        )
+        came = yield from self._exchanged(parts)
 
         def commit() -> None:
             if leaves:
@@ -290,8 +285,10 @@ class Handover(Settlements):
         came = yield from self._exchanged(dict.fromkeys(range(size), me.packed()))
         return [_Said.of(came[rank]) for rank in range(size)]
 
-    def _exchanged(self, parts: Bytes) -> Steps[dict[int, torch.Tensor]]:
-        """Exchange bytes of any length between all ranks; return those that came, by rank."""
+    def _exchanged(self, parts: Mapping[int, torch.Tensor]) -> Steps[dict[int, torch.Tensor]]:
+        """Exchange flat tensors of any length between all ranks; return the bytes that came, by
+        rank."""
+        parts = {rank: part.view(torch.uint8) for rank, part in parts.items()}
         channel, none = self.channel, torch.empty(0, dtype=torch.uint8)
         me, peers = channel.rank, [rank for rank in range(channel.size) if rank != channel.rank]
         lengths = yield from self._gathered(

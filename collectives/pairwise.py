@@ -19,7 +19,7 @@ import torch
 from commpress.codecs import Policy
 from commpress.codecs.family import EXACT
 from commpress.codecs.policy import BySize, Same, policy_of
-from commpress.collectives.allreduce import ALONGSIDE, Outcome, Workspace, exchange
+from commpress.collectives.allreduce import ALONGSIDE, Call, Outcome, Workspace, exchange
 from commpress.collectives.buckets import MESSAGE, Message, Span, messages
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchange, Exchanges, FlatExchange
@@ -55,16 +55,12 @@ class PairMean(FlatExchange):
         channel: Channel,
         x: torch.Tensor,
         shares: Sequence[float],
-        *,
-        sequence: int,
-        key: int,
-        gain: float,
-        asks: bool,
+        call: Call,
     ) -> Steps[list[Outcome]]:
         """Replace ``x`` by the mean above. If both shares are 0, the outcome is not finite. With
         share 0, ``x`` may hold any values."""
         me = channel.rank
-        partner = partners(key, channel.size)[me]
+        partner = partners(call.key, channel.size)[me]
         pair = sorted({me, partner})
         total = sum(shares[r] for r in pair)
         outcome = Outcome(self.messages[0], total > 0, None, None, channel.workspace)
@@ -75,7 +71,7 @@ class PairMean(FlatExchange):
             return [outcome]
         factors = [shares[r] / total if total else 0.0 for r in pair]
         jobs = [
-            self._mean(channel, pair, factors, x[at : at + MESSAGE], sequence + i)
+            self._mean(channel, pair, factors, x[at : at + MESSAGE], call.sequence + i)
             for i, at in enumerate(range(0, self.numel, MESSAGE))
         ]
         done = yield from overlapped(jobs, limit=ALONGSIDE)
@@ -110,8 +106,8 @@ class PairMean(FlatExchange):
 class PairMeans(Exchanges):
     """Exchanges between pairs, without residuals."""
 
-    def __init__(self, policy: Policy, size: int, workspace: Workspace, *, seed: int = 0) -> None:
-        super().__init__(policy, size, workspace, feedback=False, seed=seed)
+    def __init__(self, policy: Policy, size: int, workspace: Workspace) -> None:
+        super().__init__(policy, size, workspace, feedback=False)
         codec = policy_of(policy.large) if isinstance(policy, BySize) else policy
         if not isinstance(codec, Same) or codec.codec != EXACT:
             raise InvalidArgument(

@@ -130,7 +130,6 @@ def plan_matrices(
     *,
     device: torch.device,
     factors: Codec = EXACT,
-    seed: int = 0,
 ) -> MatrixPlan:
     """Plan matrices, starting from their ``bases`` if known; afterwards ``bases`` points into the
     plan."""
@@ -140,7 +139,7 @@ def plan_matrices(
     )
     basis = torch.zeros(table.right, dtype=torch.float32, device=device)
     # bases of zeros become new random ones
-    low_rank_arithmetic(device).orthonormalize_right(basis, table, seed)
+    low_rank_arithmetic(device).orthonormalize_right(basis, table, 0)
     for name, (_, (_, wide, rank)), line in zip(names, found, table.table, strict=True):
         view = basis[line[RIGHT] : line[RIGHT] + rank * wide].view(rank, wide)
         if name in bases:

@@ -34,7 +34,6 @@ from commpress.collectives.allreduce import (
 from commpress.collectives.buckets import MESSAGE, PIECE, Message, Span, describe
 from commpress.collectives.channel import Channel
 from commpress.collectives.frame import ALL_GATHER, ASKS, HEADER, NOT_FINITE, Frame
-from commpress.collectives.transports.transport import Transport
 from commpress.errors import StateMismatch
 from commpress.feedback import ErrorFeedback, Key, Residual, ResidualStore
 from commpress.kernels.devices import arithmetic
@@ -217,23 +216,15 @@ def reduce_rows(
     buffer: torch.Tensor,
     out: torch.Tensor,
     feedbacks: Sequence[ErrorFeedback | None],
-    *,
     plan: Sequence[Deal],
-    transport: Transport,
-    workspace: Workspace,
-    sequence: int,
-    key: int = 0,
-    gain: float = 1.0,
-    asks: bool = False,
+    call: Call,
 ) -> Steps[list[Outcome]]:
-    """Write ``gain`` · the mean of this rank's part of ``buffer`` to ``out``, pipelined.
+    """Write the call's gain · the mean of this rank's part of ``buffer`` to ``out``, pipelined.
 
     ``out`` is float32; ``buffer`` has any dtype that the kernels support.
 
-    Uses one sequence number per deal, beginning with ``sequence``. Residuals are in units of gain ·
-    x. ``asks`` travels in the headers, as that of ``Call``.
+    Uses one sequence number per deal. Residuals are in units of gain · x.
     """
-    call = Call(transport, workspace, sequence, key, gain, asks=asks)
     return overlapped(
         (
             _reduce(buffer, out, feedback, deal, call.after(i))
@@ -246,12 +237,9 @@ def reduce_rows(
 def gather_rows(
     row: torch.Tensor,
     out: torch.Tensor,
-    *,
     plan: Sequence[Deal],
-    transport: Transport,
-    workspace: Workspace,
-    sequence: int,
-    key: int = 0,
+    call: Call,
+    *,
     base: torch.Tensor | None = None,
     add: bool = False,
     kept: list[torch.Tensor] | None = None,
@@ -260,26 +248,15 @@ def gather_rows(
     whether each message was finite.
 
     With ``base``, row − base is encoded, and ``out`` receives the decoded differences; ``add`` adds
-    them to it. ``key`` seeds stochastic codecs. Tensors have any dtype that the kernels support;
-    with ``base``, all but ``out`` are float32. Received rows are appended to ``kept``, one tensor
-    per message, for ``decode_rows``; they then belong to the caller.
+    them to it. Tensors have any dtype that the kernels support; with ``base``, all but ``out`` are
+    float32. Received rows are appended to ``kept``, one tensor per message, for ``decode_rows``;
+    they then belong to the caller.
     """
     if kept is not None:
-        kept[:] = [workspace.rows(deal.size, deal.ranks, row.device) for deal in plan]
+        kept[:] = [call.workspace.rows(deal.size, deal.ranks, row.device) for deal in plan]
     return overlapped(
         (
-            _gather(
-                row,
-                out,
-                deal,
-                transport,
-                workspace,
-                sequence + i,
-                key,
-                base,
-                add,
-                kept[i] if kept else None,
-            )
+            _gather(row, out, deal, call.after(i), base, add, kept[i] if kept else None)
             for i, deal in enumerate(plan)
         ),
         limit=ALONGSIDE,
@@ -326,15 +303,13 @@ def _gather(
     row: torch.Tensor,
     out: torch.Tensor,
     deal: Deal,
-    transport: Transport,
-    workspace: Workspace,
-    sequence: int,
-    key: int,
+    call: Call,
     base: torch.Tensor | None,
     add: bool,
     kept: torch.Tensor | None,
 ) -> Steps[bool]:
-    device, ranks, seed = row.device, deal.ranks, noise(key, transport.rank, 0)
+    transport, workspace, device, ranks = call.transport, call.workspace, row.device, deal.ranks
+    seed = noise(call.key, transport.rank, 0)
     kernels = arithmetic(device, deal.every.pieces)
     encoded = workspace.rows(deal.size, 1, device)
     every = workspace.rows(deal.size, ranks, device) if kept is None else kept
@@ -347,7 +322,12 @@ def _gather(
         kernels.encode(base, encoded[:, HEADER:], flag, deal.own, gain=-1.0, key=seed, residual=row)
     workspace.encoded(start)
     frame = Frame(
-        ALL_GATHER, ranks, deal.every.codec, deal.every.pieces.numel, sequence, deal.every.label
+        ALL_GATHER,
+        ranks,
+        deal.every.codec,
+        deal.every.pieces.numel,
+        call.sequence,
+        deal.every.label,
     )
     flags = yield from exchange(
         transport.all_gather, every, encoded, frame, flag, transport, workspace
@@ -425,27 +405,16 @@ class Scatter:
             buffer,
             row,
             self._feedbacks,
-            plan=self.plan,
-            transport=self.channel.transport,
-            workspace=self.channel.workspace,
-            sequence=self.channel.take(len(self.plan)),
-            key=key,
-            asks=asks,
+            self.plan,
+            self.channel.call(len(self.plan), key, asks=asks),
         )
 
     def gather(self, row: torch.Tensor, buffer: torch.Tensor, *, key: int) -> Steps[list[bool]]:
         """Gather the rows of all ranks, as the codec encodes them, into ``buffer``; return whether
         each message was finite."""
-        return gather_rows(
-            row,
-            buffer,
-            plan=self.plan,
-            transport=self.channel.transport,
-            workspace=self.channel.workspace,
-            # other noise than in ``reduce``
-            sequence=self.channel.take(len(self.plan)),
-            key=~key,
-        )
+        # other noise than in ``reduce``
+        call = self.channel.call(len(self.plan), ~key)
+        return gather_rows(row, buffer, self.plan, call)
 
     def choices(self) -> dict[str, Any]:
         """Return nothing: codecs of rows learn nothing besides residuals."""

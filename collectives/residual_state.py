@@ -54,13 +54,6 @@ def flat_parts(store: ResidualStore, transport: Transport) -> dict[Key, torch.Te
     return {key: part for key, (part, _) in parts.items()}
 
 
-def elastic_state(
-    store: ResidualStore, transport: Transport, step: int, sequence: int
-) -> Steps[dict[str, Any]]:
-    """Return this rank's row of every piece's R."""
-    return (yield from elastic_of(flat_parts(store, transport), transport, step, sequence))
-
-
 def elastic_of(
     parts: dict[Key, torch.Tensor], transport: Transport, step: int, sequence: int
 ) -> Steps[dict[str, Any]]:
@@ -69,12 +62,7 @@ def elastic_of(
     if parts:
         flat = torch.cat(list(parts.values()))
         message = one_message(flat.numel(), EXACT, transport.size, name="elastic state")
-        yield from reduce_message(
-            flat,
-            None,
-            message=message,
-            call=Call(transport=transport, workspace=Workspace(), sequence=sequence),
-        )
+        yield from reduce_message(flat, None, message, Call(transport, Workspace(), sequence))
         for (key, part), total in zip(
             parts.items(), flat.split([p.numel() for p in parts.values()]), strict=True
         ):

@@ -16,7 +16,6 @@ the ranks change, residuals are handed over and ranks that are behind or new rec
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from math import prod
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ import torch
 
 from commpress.codecs import Codec, policy_of
 from commpress.codecs.family import EXACT
-from commpress.collectives.allreduce import Call, reduce_message, settle
+from commpress.collectives.allreduce import reduce_message, settle
 from commpress.collectives.buckets import Span, one_message
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
@@ -80,20 +79,12 @@ class Stateful:
         *,
         codec: str | Codec | None,
         min_numel: int = 1024,
-        seed: int = 0,
         transport: Transport | None = None,
-        timeout: timedelta | None = None,
     ) -> None:
         """Connect the ranks of ``process_group``, all of them by default; collective."""
-        self.channel = (
-            Channel.among(process_group, timeout=timeout)
-            if transport is None
-            else Channel(transport)
-        )
+        self.channel = Channel.among(process_group) if transport is None else Channel(transport)
         size, workspace = self.channel.size, self.channel.workspace
-        self.exchanges = Exchanges(
-            policy_of(codec or "none", min_numel=min_numel), size, workspace, seed=seed
-        )
+        self.exchanges = Exchanges(policy_of(codec or "none", min_numel=min_numel), size, workspace)
         self.handover = Handover(self.channel)
         if transport is None:
             on_reform(process_group, self)
@@ -153,12 +144,8 @@ class Stateful:
         exchange = self.exchanges.of(
             tuple(shapes), lambda: (spans, list(shapes.values())), buffer.device
         )
-        outcomes = yield from exchange.steps(
-            self.channel,
-            buffer,
-            sequence=self.channel.take(exchange.sequences),
-            key=self.steps_done,
-        )
+        call = self.channel.call(exchange.sequences, self.steps_done)
+        outcomes = yield from exchange.steps(self.channel, buffer, call)
         taken = all(outcome.finite for outcome in outcomes)
         settle(outcomes, taken=taken)
         self.handover.settle(taken=taken)
@@ -205,8 +192,7 @@ class Stateful:
         channel, means = self.channel, _copied(self.waiting())
         for mean in means.values():
             message = one_message(mean.numel(), EXACT, channel.size, name="window")
-            call = Call(channel.transport, channel.workspace, channel.take())
-            yield from reduce_message(mean, None, message, call)
+            yield from reduce_message(mean, None, message, channel.call(1))
         state = self.common() | means if channel.rank == 0 else self.head()
         for name, each in self.exchange_sets().items():
             parts, sequence = self.parts_of(each), channel.take()

@@ -28,7 +28,6 @@ COMMON = {
     "weight_decay": "as in torch",
     "block": "elements that are encoded together",
     "process_group": "the ranks that take part; by default all",
-    "seed": "of codecs that draw at random",
     "timeout": "until a rank that is silent is an error; by default that of the group",
     "transport": "in place of `process_group`, such as an `MpiTransport`",
 }

@@ -205,7 +205,7 @@ def _reduced(name: str, device: torch.device, *, plain: bool = False) -> list[to
             done = simulate(
                 [
                     e.of(("all",), lambda: (spans, [(200, 200), (5003,)]), device).steps(
-                        c, x, sequence=8 * step, key=step
+                        c, x, c.call(8, step)
                     )
                     for e, c, x in zip(exchanges, channels, buffers, strict=True)
                 ]
@@ -332,7 +332,7 @@ def _bucket(machine: Machine, channel: Channel, codec: str) -> Callable[[], obje
     buffer = torch.randn(numel, device=machine.device)
 
     def steps() -> Steps[None]:
-        sequence = channel.take(exchange.sequences)
-        settle((yield from exchange.steps(channel, buffer, sequence=sequence, key=0)), taken=True)
+        call = channel.call(exchange.sequences)
+        settle((yield from exchange.steps(channel, buffer, call)), taken=True)
 
     return lambda: channel.run(steps())

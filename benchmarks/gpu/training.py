@@ -17,7 +17,7 @@ from commpress.cli.gpt import GPT
 from commpress.cli.ranks import LocalRanks
 from commpress.cli.ranks import Report as Told
 from commpress.codecs import policy_of
-from commpress.collectives.allreduce import settle
+from commpress.collectives.allreduce import Call, settle
 from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchange, Exchanges
@@ -96,7 +96,9 @@ class Hook:
 
         exchange = self.exchanges.of(names, where, buffer.device)
         done = future_on(buffer.device)
-        steps = self._reduced(buffer, exchange, self.channel.take(exchange.sequences), done)
+        steps = self._reduced(
+            buffer, exchange, self.channel.call(exchange.sequences, next(self.keys)), done
+        )
         self.channel.submit(steps, buffer, waits=exchange.waits)
         return done
 
@@ -104,13 +106,11 @@ class Hook:
         self,
         buffer: torch.Tensor,
         exchange: Exchange,
-        sequence: int,
+        call: Call,
         done: torch.futures.Future[Any],
     ) -> Steps[None]:
         try:
-            outcomes = yield from exchange.steps(
-                self.channel, buffer, sequence=sequence, key=next(self.keys)
-            )
+            outcomes = yield from exchange.steps(self.channel, buffer, call)
             settle(outcomes, taken=all(outcome.finite for outcome in outcomes))
         except Exception as error:
             done.set_exception(error)
@@ -221,8 +221,8 @@ def _means(channel: Channel, codec: str, device: torch.device) -> list[torch.Ten
         x = torch.randn(
             100_003, generator=torch.Generator().manual_seed(8 * step + channel.rank)
         ).to(device)
-        sequence = channel.take(exchange.sequences)
-        settle(channel.run(exchange.steps(channel, x, sequence=sequence, key=step)), taken=True)
+        call = channel.call(exchange.sequences, step)
+        settle(channel.run(exchange.steps(channel, x, call)), taken=True)
         means.append(x.cpu())
     return means
 

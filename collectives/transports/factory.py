@@ -218,8 +218,6 @@ def host_transport(
 def consensus_over(
     agree_over: AgreeOver | None,
     process_group: dist.ProcessGroup | None,
-    *,
-    timeout: timedelta | None,
 ) -> Consensus | None:
     """None where nobody is named. Collective over those ranks, who are to have ``process_group``
     among them."""
@@ -245,7 +243,7 @@ def consensus_over(
             "too: pass a group or mesh of all ranks that must stay equal, such as the whole mesh "
             "of data and tensor parallelism"
         )
-    return Consensus(own_transport(group_of(agree_over), timeout=timeout, votes=True))
+    return Consensus(own_transport(group_of(agree_over), votes=True))
 
 
 def _ranks(agree_over: AgreeOver) -> list[int]:

@@ -5,14 +5,14 @@ bit.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 
-from commpress.collectives.frame import HEADER, Rows, rows_of, same
-from commpress.collectives.transports.transport import InFront, Transport
+from commpress.collectives.frame import HEADER, Rows, same
+from commpress.collectives.transports.transport import ByRows, InFront, Transport
 from commpress.errors import PeerFailure
 from commpress.work import Steps, Work
 
@@ -36,19 +36,11 @@ class Loopback:
         return [self.transport(r) for r in range(self.size)]
 
 
-class LoopbackTransport:
+class LoopbackTransport(ByRows):
     ordered, checks = False, True
 
     def __init__(self, switch: Loopback, rank: int) -> None:
         self.switch, self.rank, self.size = switch, rank, switch.size
-
-    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        return self.exchange(
-            rows_of(out), rows_of(inp), inp[self.rank, :HEADER].expand(self.size, -1), tag
-        )
-
-    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        return self.all_to_all(out, inp.expand(self.size, -1), tag)
 
     def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
         work, sent, received = (
@@ -172,33 +164,3 @@ class Recorded(InFront):
                 self.messages_to[rank] += 1
                 self.bytes_to[rank] += length
         self.operations.append(operation)
-
-
-class Faulty(InFront):
-    """Works ``after`` times, then lets ``fault(rows)`` spoil what this rank sends, or raises if it
-    is an error."""
-
-    def __init__(
-        self, inner: Transport, *, after: int, fault: Callable[[torch.Tensor], object] | Exception
-    ) -> None:
-        self.left, self.fault = after, fault
-        self.stand_for(inner)
-
-    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        self._maybe(inp)
-        return self.inner.all_to_all(out, inp, tag)
-
-    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        self._maybe(inp)
-        return self.inner.all_gather(out, inp, tag)
-
-    def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
-        self._maybe(inp.headers)
-        return self.inner.exchange(out, inp, wanted, tag)
-
-    def _maybe(self, inp: torch.Tensor) -> None:
-        self.left -= 1
-        if self.left < 0:
-            if isinstance(self.fault, Exception):
-                raise self.fault
-            self.fault(inp)

@@ -59,6 +59,21 @@ def part_of(transport: Transport, ranks: Sequence[int]) -> Transport | None:
     return Subset(transport, tuple(sorted(ranks))) if transport.rank in ranks else None
 
 
+class ByRows:
+    """All-to-all and all-gather by way of ``exchange``."""
+
+    rank: int
+    size: int
+    exchange: Callable[[Rows, Rows, torch.Tensor, int], Work]
+
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
+        wanted = inp[self.rank, :HEADER].expand(self.size, -1)
+        return self.exchange(rows_of(out), rows_of(inp), wanted, tag)
+
+    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
+        return self.all_to_all(out, inp.expand(self.size, -1), tag)
+
+
 class InFront:
     """A transport in front of another one."""
 
@@ -81,20 +96,12 @@ class InFront:
         self.inner.abandon(reason)
 
 
-class Subset(InFront):
+class Subset(ByRows, InFront):
     """Some ranks of another transport, which need not know of it: rows go to them alone."""
 
     def __init__(self, inner: Transport, members: Sequence[int]) -> None:
         self.stand_for(inner)
         self.rank, self.size, self.members = members.index(inner.rank), len(members), members
-
-    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        return self.exchange(
-            rows_of(out), rows_of(inp), inp[self.rank, :HEADER].expand(self.size, -1), tag
-        )
-
-    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        return self.all_to_all(out, inp.expand(self.size, -1), tag)
 
     def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
         came = self._spread(out.headers)

@@ -442,9 +442,11 @@ class Conversion:
         if state:
             self.store(state, 16)
             more["chunk_mb"] = CHUNK_MB
-        self.clipped(keywords)
         names = {"store": "store" if state else "", "grad_scaler": scaler}
         self.write(assigned("commpress.Partitioned", call(more | keywords, torchs, **names)))
+        self.own_clip = True
+        if self.clip:
+            self.write(f"optimizer.max_grad_norm = {self.clip}")
         self.sync = "optimizer.no_sync()" if self.stage == 1 else ""
         self.note("the model stays bare: Partitioned averages gradients over the ranks itself")
 

@@ -148,7 +148,7 @@ def racer(lane: Lane) -> Trainee:
     # the output layer has the spikiest gradients; at low rank it is a matrix like others
     if contender(name).ours and not isinstance(codec_named(name), LowRankCodec):
         codec = commpress.ByName({"^head": "fp8"}, name)
-    more = {"min_numel": 256, "error_feedback": lane.error_feedback, "seed": load.seed}
+    more = {"min_numel": 256, "error_feedback": lane.error_feedback}
     return under_ddp(name, load, lr, codec=codec, **more)
 
 

@@ -116,9 +116,8 @@ class Fragment:
     def average(self, exact: Exchanges, channel: Channel) -> Steps[None]:
         """Replace ``work`` by its float32 mean over the ranks, the same bits on each."""
         exchange = exact.of(self.names, lambda: (self.spans, self.shapes), self.device)
-        outcomes = yield from exchange.steps(
-            channel, self.work, sequence=channel.take(exchange.sequences), key=0
-        )
+        call = channel.call(exchange.sequences)
+        outcomes = yield from exchange.steps(channel, self.work, call)
         settle(outcomes, taken=True)
 
     def mean_of_all(self, flat: torch.Tensor, exact: Exchanges, channel: Channel) -> Steps[None]:

@@ -12,7 +12,6 @@ other parts.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from math import prod
 from typing import Any, NamedTuple
 
@@ -182,8 +181,8 @@ def box_of(parameter: Any) -> Box:
 class Columns(Consensus):
     """Votes of the shard peers of these parameters. Nothing is sent without DTensors."""
 
-    def __init__(self, mesh: Any, *, timeout: timedelta | None) -> None:
-        super().__init__(own_transport(group_of(mesh), timeout=timeout, votes=True))
+    def __init__(self, mesh: Any) -> None:
+        super().__init__(own_transport(group_of(mesh), votes=True))
         self.mesh = mesh
 
     def share(self, parameter: Any) -> float:
@@ -201,49 +200,45 @@ class Columns(Consensus):
 
 
 def groups_on(
-    mesh: DeviceMesh | None,
-    parameters: Iterable[Any],
-    process_group: Any,
-    agree_over: AgreeOver | None = None,
+    process_group: Any, parameters: Iterable[Any], agree_over: AgreeOver | None = None
 ) -> tuple[Any, AgreeOver | None]:
-    """Return the ranks that average and the ranks that must agree: as given, or those of ``mesh``.
-
-    The ranks of a mesh average over its dimensions in which no parameter is cut.
-    """
-    if mesh is None:
+    """Return the ranks that average and the ranks that must agree: as given, or, if
+    ``process_group`` is the whole mesh, the ranks with equal shards and all of them."""
+    if not isinstance(process_group, DeviceMesh):
         return process_group, agree_over
-    if process_group is not None or agree_over is not None:
+    mesh = process_group
+    if agree_over is not None:
         raise InvalidArgument(
-            "mesh is given, and so is process_group or agree_over: pass the whole mesh alone, or "
-            "the two groups without it"
+            "process_group is a DeviceMesh, and agree_over is given: pass the whole mesh alone, or "
+            "two groups"
         )
     names = mesh.mesh_dim_names
     if names is None:
         raise InvalidArgument(
-            "mesh has no names: make it with mesh_dim_names, as in init_device_mesh('cpu', (2, 2), "
-            "mesh_dim_names=('dp', 'tp'))"
+            "process_group is a DeviceMesh without names: make it with mesh_dim_names, as in "
+            "init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))"
         )
     cut = {name for p in parameters if is_cut(p) for name in p.device_mesh.mesh_dim_names or ()}
     average = tuple(name for name in names if name not in cut)
     if unknown := cut - set(names):
         raise InvalidArgument(
-            f"parameters are cut over {sorted(unknown)}, and mesh has the dimensions "
+            f"parameters are cut over {sorted(unknown)}, and process_group has the dimensions "
             f"{list(names)}: pass the mesh whose part they are on"
         )
     if not average:
         raise InvalidArgument(
-            f"parameters are cut over all dimensions of mesh, {list(names)}: no ranks have the "
+            f"parameters are cut over all dimensions of the mesh, {list(names)}: no ranks have the "
             "same part. Pass the whole mesh, with the dimension over which replicas average"
         )
     over = mesh[average] if len(average) < len(names) else mesh
     return flat_mesh(over).get_group(), mesh if cut else None
 
 
-def columns_of(parameters: Sequence[Any], *, timeout: timedelta | None) -> Columns | None:
+def columns_of(parameters: Sequence[Any]) -> Columns | None:
     """Return the shard peers over the DTensors' largest mesh, or None without DTensors;
     collective."""
     meshes = dict.fromkeys(p.device_mesh for p in parameters if is_cut(p))
-    return Columns(max(meshes, key=lambda mesh: mesh.size()), timeout=timeout) if meshes else None
+    return Columns(max(meshes, key=lambda mesh: mesh.size())) if meshes else None
 
 
 def columns_over(
@@ -252,7 +247,6 @@ def columns_over(
     *,
     process_group: Any,
     agree_over: AgreeOver | None,
-    timeout: timedelta | None,
 ) -> Columns | None:
     """Return the shard peers, or None without DTensors; collective. ``process_group``: the ranks
     that average."""
@@ -262,10 +256,10 @@ def columns_over(
     if agree_over is None:
         raise InvalidArgument(
             f"parameter {cut!r} is a DTensor and agree_over is None: ranks with other shards of it "
-            "would skip steps, freeze and thaw apart. Pass the whole mesh instead of the groups, "
-            "as in mesh=mesh"
+            "would skip steps, freeze and thaw apart. Pass the whole mesh instead of the group, as "
+            "in process_group=mesh"
         )
-    return columns_of(parameters, timeout=timeout)
+    return columns_of(parameters)
 
 
 def check_cut(parameters: Sequence[Any], names: Sequence[str], process_group: Any) -> str | None:
@@ -280,8 +274,8 @@ def check_cut(parameters: Sequence[Any], names: Sequence[str], process_group: An
         raise InvalidArgument(
             f"parameter {name!r} is a DTensor, of which this rank has a part (FSDP2, tensor "
             "parallelism), and process_group is None, which means all ranks: pass the ranks that "
-            "have the same part, by the whole mesh: mesh=mesh. With fully_shard use torch's own "
-            "optimizer and commpress.compress_fsdp(model)"
+            "have the same part, the whole mesh: process_group=mesh. With fully_shard use torch's "
+            "own optimizer and commpress.compress_fsdp(model)"
         )
     for other, parameter in cut:
         if parameter.device_mesh != mesh:
@@ -300,7 +294,7 @@ def check_cut(parameters: Sequence[Any], names: Sequence[str], process_group: An
         raise InvalidArgument(
             f"parameter {name!r} is a DTensor on {mesh}, and process_group has the ranks {shared} "
             "of that mesh, which have other parts of it, or gradients that torch has averaged: "
-            "pass the ranks that have the same part, by the whole mesh (mesh=mesh), and with "
+            "pass the ranks that have the same part, the whole mesh (process_group=mesh), and with "
             "fully_shard use commpress.compress_fsdp(model)"
         )
     return name

@@ -23,7 +23,7 @@ import torch
 
 from commpress.checksum import checksum_of
 from commpress.codecs import BlockCodec, CastCodec, Codec, Policy, policy_of
-from commpress.collectives.allreduce import settle
+from commpress.collectives.allreduce import Call, settle
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchange, Exchanges
@@ -31,7 +31,7 @@ from commpress.collectives.handover import Handover, Standing, cannot_follow
 from commpress.collectives.pairwise import square_sum
 from commpress.collectives.residual_state import Residuals
 from commpress.collectives.state import Checked, Stateful
-from commpress.collectives.transports.factory import DeviceMesh, on_reform, ranks_of
+from commpress.collectives.transports.factory import on_reform, ranks_of
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, check_counts
 from commpress.logs import warn_on_first
@@ -94,12 +94,11 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
       round.
     - ``overlap``: steps τ that are computed while a fragment is under way, or (τ, α) with the share
       of the rank's own weights when it arrives, by default τ / (τ + every).
-    - ``process_group``: the ranks that average, or a ``Transport`` among them. Each of them may
-      stand for other ranks under FSDP2 or tensor parallelism, which together leave out a change
-      that is not finite in the shard of one of them. Local experts are not averaged: each rank
-      trains its own, in every step.
-    - ``mesh``: in place of ``process_group``, the whole mesh of a model under tensor parallelism:
-      ranks average over the dimensions in which no parameter is cut.
+    - ``process_group``: the ranks that average, or a ``Transport`` among them, or the whole mesh of
+      a model under tensor parallelism, of which ranks average over the dimensions in which no
+      parameter is cut. Each of them may stand for other ranks under FSDP2 or tensor parallelism,
+      which together leave out a change that is not finite in the shard of one of them. Local
+      experts are not averaged: each rank trains its own, in every step.
     - ``exact_steps``: steps before the first round, in which gradients are averaged exactly.
     - ``weight``: "equal", "tokens" (say ``step(tokens=...)``) or "steps": how much a rank counts.
     - ``store``: "host" or "device", the place of Θ and the outer state; or this rank's own
@@ -121,7 +120,6 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         fragments: int | Sequence[Sequence[torch.Tensor]] = 1,
         overlap: int | tuple[int, float] = 0,
         exact_steps: int = 0,
-        mesh: DeviceMesh | None = None,
         process_group: Any = None,
         weight: Literal["equal", "tokens", "steps"] = "equal",
         store: Literal["host", "device"] | TieredStore | tuple[TieredStore, str] = "host",
@@ -166,7 +164,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         self._backgrounds = transport is None
         check_inner(self.inner, self.every, exact_steps)
         trained = self.inner.weights()
-        process_group, _ = groups_on(mesh, (each.parameter for each in trained), process_group)
+        process_group, _ = groups_on(process_group, (each.parameter for each in trained))
         ranks = ranks_of(process_group) if transport is None else tuple(range(transport.size))
         shared = [each for each in trained if not is_held(each.name, each.parameter, ranks)]
         # parameters that only some of these ranks hold: they are not averaged
@@ -206,9 +204,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         )
         check_ranks(self.inner, self.channel)
         check_hidden(self.inner, self.every)
-        self.columns = (
-            columns_of(self.inner.parameters, timeout=None) if transport is None else None
-        )
+        self.columns = columns_of(self.inner.parameters) if transport is None else None
         self.exact = Exchanges(policy_of("none"), self.channel.size, self.channel.workspace)
         self._warmup = SharedWarmup(
             exact_steps, self.fragments, self.exact, self.channel, self.control, self.columns
@@ -384,8 +380,8 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         fragment.change()
         header = self._header(fragment)
         trained, fragment.steps, fragment.tokens = (fragment.steps, fragment.tokens), 0, 0
-        sequences = self.control.take(), self.channel.take(exchange.sequences)
-        steps = self._exchange(fragment, exchange, header, sequences)
+        call = self.channel.call(exchange.sequences, header.number)
+        steps = self._exchange(fragment, exchange, header, self.control.take(), call)
         self.flight = Flight(
             fragment,
             self.steps_done,
@@ -441,7 +437,8 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         fragment: Fragment,
         exchange: Exchange,
         header: ExchangeHeader,
-        sequences: tuple[int, int],
+        sequence: int,
+        call: Call,
     ) -> Steps[tuple[bool, Pace | None]]:
         """Replace ``work`` by its weighted mean; return True if it counts, False if no rank has
         trained or a mean is not finite.
@@ -455,7 +452,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
                 header, pace=slowest([Pace(*row) for row in column[:, 1:].tolist()]) or UNKNOWN
             )
             header = header if column[:, 0].all() else header.left_out()
-        headers = yield from header.gathered(self.control, sequences[0])
+        headers = yield from header.gathered(self.control, sequence)
         check_same(headers, shared=self.outer.equal)
         start = monotonic()
         self._all_ended = self._all_ended + 1 if all(each.ended for each in headers) else 0
@@ -480,8 +477,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
             fragment.work,
             fragment.weights,
             [weight * len(weights) / total for weight in weights],
-            sequence=sequences[1],
-            key=header.number,
+            call,
         )
         taken = all(outcome.finite for outcome in outcomes)
         self.meter.exchanged(monotonic() - start)

@@ -13,7 +13,6 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from enum import Enum
 from math import inf, isfinite
 from typing import Any, Literal, TypedDict
@@ -35,7 +34,6 @@ from commpress.collectives.reduce_scatter import Scatter
 from commpress.collectives.state import Checked, Stateful
 from commpress.collectives.transports.factory import (
     AgreeOver,
-    DeviceMesh,
     consensus_over,
     on_reform,
     ranks_of,
@@ -100,13 +98,10 @@ class OptimizerOptions(TypedDict, total=False):
     error_feedback: bool
     on_nonfinite: Literal["skip", "raise"]
     check_every: int
-    mesh: DeviceMesh | None
     process_group: Any
     agree_over: AgreeOver | None
     transport: Transport | None
-    timeout: timedelta | None
     grad_scaler: torch.amp.GradScaler | None
-    seed: int
 
 
 @dataclass
@@ -236,19 +231,16 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
         error_feedback: bool = True,
         on_nonfinite: Literal["skip", "raise"] = "skip",
         check_every: int = 1000,
-        mesh: DeviceMesh | None = None,
         process_group: Any = None,
         agree_over: AgreeOver | None = None,
         transport: Transport | None = None,
-        timeout: timedelta | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
-        seed: int = 0,
         **unknown: Any,
     ) -> None:
         _refuse_unknown(type(self), unknown)
         check_numbers({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         check_feedback(error_feedback)
-        check_counts(check_every=check_every, seed=seed)
+        check_counts(check_every=check_every)
         check_on_nonfinite(on_nonfinite, propagates=False)
         self.codec, self.exact_codec = (
             policy_of(codec, min_numel=min_numel),
@@ -260,7 +252,7 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
         self._max_norm, self.facts = max_grad_norm, Facts()
         self._local_norm = 0.0  # √(mean ‖g_i‖²) of this step
         self._clipped = 1.0  # the factor of this step, for gradients that are not in its messages
-        self.on_nonfinite, self.check_every, self.seed = on_nonfinite, check_every, seed
+        self.on_nonfinite, self.check_every = on_nonfinite, check_every
         self.error_feedback, self.grad_scaler = error_feedback, grad_scaler
         self.counters = OptimizerCounters()
         # rounds started by a hook (``integrations.ddp.overlap``)
@@ -276,17 +268,14 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
             "weight_decay": weight_decay,
             "bias_correction": bias_correction,
         }
-        if mesh is not None:
-            params = list(params)
-            process_group, agree_over = groups_on(
-                mesh, tensors_in(params), process_group, agree_over
-            )
+        params = list(params)
+        process_group, agree_over = groups_on(process_group, tensors_in(params), agree_over)
         self._ranks = ranks_of(process_group) if transport is None else tuple(range(transport.size))
         self.experts: ExpertAdam | None = None  # steps of local experts
         super().__init__(params, own | {"added_at": 0})
         flat = Flat(*self.named_parameters())
         self._check_codecs(flat)
-        among = {"process_group": process_group, "agree_over": agree_over, "timeout": timeout}
+        among = {"process_group": process_group, "agree_over": agree_over}
         cut = any(map(is_cut, flat.parameters))
         if agree_over is not None and max_grad_norm is not None and not (cut and self.clips_shards):
             raise InvalidArgument(
@@ -298,11 +287,11 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
         # shard peers, if parameters are sharded
         self.columns = columns_over(flat.parameters, flat.names, **among) if cut else None
         # votes of further ranks that must stay equal
-        self.consensus = consensus_over(agree_over, process_group, timeout=timeout)
+        self.consensus = consensus_over(agree_over, process_group)
         self._laid_out = list(self.param_groups)
         name = "commpress-optimizer"
         self.channel = (
-            Channel.among(process_group, timeout=timeout, name=name, device=flat.device)
+            Channel.among(process_group, name=name, device=flat.device)
             if transport is None
             else Channel(transport, name=name)
         )
@@ -746,10 +735,6 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
             return
         self.experts.step(self.gain() * self._clipped)
 
-    def _key(self) -> int:
-        """Return the seed of this step's random numbers."""
-        return self.seed * 1_000_003 + self.steps_done
-
     def gathered(self, values: Sequence[float]) -> Steps[np.ndarray]:
         """Gather ``values`` of every rank as float64[ranks, len(values)]."""
         return self.channel.gathered(values)
@@ -762,8 +747,8 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
         exact = exchanges.of(
             tuple(indices), lambda: (self.spans(indices), [()] * len(indices)), self._flat.device
         )
-        sequence = self.channel.take(exact.sequences)
-        outcomes = yield from exact.steps(self.channel, self.work, sequence=sequence, key=0)
+        call = self.channel.call(exact.sequences)
+        outcomes = yield from exact.steps(self.channel, self.work, call)
         return all(outcome.finite for outcome in outcomes)
 
     def gain(self) -> float:

@@ -15,7 +15,7 @@ import torch
 
 from commpress.codecs import Policy
 from commpress.collectives.all_gather_mean import GatherMeans
-from commpress.collectives.allreduce import Outcome
+from commpress.collectives.allreduce import Call, Outcome
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchange, Exchanges, FlatExchange
 from commpress.collectives.pairwise import PairMean, PairMeans, square_sum
@@ -53,21 +53,21 @@ class Outer(ABC):
         change: torch.Tensor,
         weights: torch.Tensor,
         shares: Sequence[float],
-        **numbers: Any,
+        call: Call,
     ) -> Steps[list[Outcome]]:
         """Replace ``change`` by the input of ``step``, here the mean weighted by ``shares``, which
-        are 1 on average. ``numbers``: ``sequence`` and ``key`` of the exchange.
+        are 1 on average.
 
         May run in the background: ``weights`` are read only until ``step``.
         """
         if isinstance(exchange, FlatExchange):  # it weights decoded changes
-            return (yield from exchange.steps(channel, change, shares=shares, **numbers))
+            return (yield from exchange.steps(channel, change, call, shares))
         share = shares[channel.rank]
         if share == 0:
             change.zero_()  # it may be non-finite
         elif share != 1:
             change.mul_(share)
-        return (yield from exchange.steps(channel, change, **numbers))
+        return (yield from exchange.steps(channel, change, call))
 
     def spread(
         self,
@@ -197,13 +197,11 @@ class Gossip(WithMomentum):
         change: torch.Tensor,
         weights: torch.Tensor,
         shares: Sequence[float],
-        **numbers: Any,
+        call: Call,
     ) -> Steps[list[Outcome]]:
         shared = weights.to(change.device)
         torch.sub(shared, change, out=change)
-        outcomes = yield from super().exchange(
-            exchange, channel, change, weights, shares, **numbers
-        )
+        outcomes = yield from super().exchange(exchange, channel, change, weights, shares, call)
         torch.sub(shared, change, out=change)
         return outcomes
 

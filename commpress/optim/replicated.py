@@ -142,13 +142,8 @@ class ReplicatedOptimizer(CompressedOptimizer):
     def reduce(self, kind: RoundKind, indices: Sequence[int]) -> Steps[list[Outcome]]:
         """Replace ``work`` of these parameters by its mean."""
         exchange = self.exchange(kind, indices)
-        return exchange.steps(
-            self.channel,
-            self.work,
-            sequence=self.channel.take(exchange.sequences),
-            key=self._key(),
-            asks=self.asks(),
-        )
+        call = self.channel.call(exchange.sequences, self.steps_done, asks=self.asks())
+        return exchange.steps(self.channel, self.work, call)
 
     def exact(self, gradients: Sequence[torch.Tensor], among: Container[int] | None = None) -> None:
         """Take an exact step with mean gradients, here Adam's. ``among``: only these parameters."""
@@ -184,9 +179,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
             exact = policy_of(self.exact_codec, min_numel=256)
             among = self.channel.size, self.channel.workspace
             self.full = Exchanges(exact, *among, feedback=self.error_feedback)
-            self.quantized = Exchanges(
-                self.tensors, *among, feedback=self.error_feedback, seed=self.seed
-            )
+            self.quantized = Exchanges(self.tensors, *among, feedback=self.error_feedback)
         self.full.recut()
         self.recut()
         self.allocate(had)

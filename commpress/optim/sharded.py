@@ -139,7 +139,7 @@ class ShardedOptimizer(Divided, CompressedOptimizer):
         self.prepare(kind, gain)
         return (
             yield from (self.full if exact else self.quantized).reduce(
-                self.work, self.mean, key=self._key(), asks=self.asks()
+                self.work, self.mean, key=self.steps_done, asks=self.asks()
             )
         )
 
@@ -173,7 +173,7 @@ class ShardedOptimizer(Divided, CompressedOptimizer):
             else:
                 most = self.longest(i)
                 torch.sub(w, self.own(p, i), out=change).clamp_(-most, most)
-        yield from scatter.gather(self.mean, self.work, key=self._key())
+        yield from scatter.gather(self.mean, self.work, key=self.steps_done)
         for i, p in trained:
             (p.copy_ if whole else p.add_)(self._flat.view(self.work, i))
 

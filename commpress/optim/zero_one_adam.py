@@ -929,7 +929,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
                 self.tensors.divisor(i),
                 out=self._flat.view(self.work, i),
             )
-        outcomes = yield from self.quantized.reduce(self.work, self.mean, key=self._key())
+        outcomes = yield from self.quantized.reduce(self.work, self.mean, key=self.steps_done)
         if (yield from self.settled(outcomes)):
             self._gather(self.windows.sums, self.carried)
             yield from self._publish(self.quantized, whole=False)

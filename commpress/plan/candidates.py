@@ -14,7 +14,7 @@ import torch
 from commpress.codecs import codec_named, policy_of
 from commpress.codecs.planned import PLAIN, Planned
 from commpress.codecs.whole_tensors import LowRankCodec
-from commpress.collectives.allreduce import Workspace
+from commpress.collectives.allreduce import Call, Workspace
 from commpress.collectives.buckets import Span
 from commpress.collectives.reduce_scatter import Deal, Part, deals, gather_rows, reduce_rows
 from commpress.errors import InvalidArgument
@@ -293,17 +293,12 @@ def _shards(buckets: Sequence[ModelBucket], codec: str, *, gather: bool) -> Buil
         sequence = 0
         for bucket in buckets:
             plan = _deals(bucket.spans, transport, codec)
-            call: Any = {
-                "plan": plan,
-                "transport": transport,
-                "workspace": workspace,
-                "sequence": sequence,
-            }
+            call = Call(transport, workspace, sequence)
             if gather:
-                jobs.append(Job(gather_rows(buffer, buffer, **call)))
+                jobs.append(Job(gather_rows(buffer, buffer, plan, call)))
             else:
                 kept = [no_residual() for _ in plan]
-                jobs.append(Job(reduce_rows(buffer, buffer, kept, **call), len(plan)))
+                jobs.append(Job(reduce_rows(buffer, buffer, kept, plan, call), len(plan)))
             sequence += len(plan)
         return jobs
 

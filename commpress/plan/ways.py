@@ -125,8 +125,8 @@ def reducing(
         jobs = []
         for bucket in buckets:
             exchange = exchanges.of((bucket,), bucket.tensors, buffer.device)
-            first = channel.take(exchange.sequences)
-            jobs.append(Job(exchange.steps(channel, buffer, sequence=first, key=0), exchange.waits))
+            call = channel.call(exchange.sequences)
+            jobs.append(Job(exchange.steps(channel, buffer, call), exchange.waits))
         return jobs
 
     return build

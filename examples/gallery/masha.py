@@ -54,8 +54,7 @@ class Masha:
         self.lr, self.tau, self.seed, self.steps, self.skipped = lr, tau, seed, 0, 0
         self.players = [DistributedDataParallel(player) for player in (minimizer, maximizer)]
         self.hooks = [
-            commpress.compress(player, codec, min_numel=min_numel, seed=i)
-            for i, player in enumerate(self.players)
+            commpress.compress(player, codec, min_numel=min_numel) for player in self.players
         ]
         self.parameters = [p for player in self.players for p in player.parameters()]
         first, second = (

@@ -7,7 +7,6 @@ state's worker and returns a future to DDP. Backward continues meanwhile.
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from math import inf, nan
 from pathlib import Path
@@ -26,7 +25,7 @@ from commpress.codecs.family import EXACT
 from commpress.codecs.planned import PLAIN, Planned, load_plan
 from commpress.codecs.policy import check_exclude
 from commpress.codecs.whole_tensors import LowRankCodec
-from commpress.collectives.allreduce import Outcome
+from commpress.collectives.allreduce import Call, Outcome
 from commpress.collectives.buckets import FLOATS, Span
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel, Counters
@@ -70,8 +69,6 @@ class HookOptions(TypedDict, total=False):
     agree_over: AgreeOver | None
     grad_scaler: torch.amp.GradScaler | None
     exact_steps: int
-    timeout: timedelta | None
-    seed: int
     alarm: Alarm | str | None
 
 
@@ -268,8 +265,6 @@ class CompressedState(Stateful):
         agree_over: AgreeOver | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         exact_steps: int = 0,
-        timeout: timedelta | None = None,
-        seed: int = 0,
         topology: Topology | str | Links | None = None,
         alarm: Alarm | str | None = None,
     ) -> None:
@@ -281,14 +276,12 @@ class CompressedState(Stateful):
             "error_feedback": error_feedback,
             "on_nonfinite": on_nonfinite,
             "exact_steps": exact_steps,
-            "timeout": timeout,
-            "seed": seed,
             "topology": topology,
             "alarm": alarm,
         }
         self.names = ParameterNames(named_parameters or ())
         self.alarm = alarm_of(alarm)
-        check_counts(exact_steps=exact_steps, seed=seed)
+        check_counts(exact_steps=exact_steps)
         check_on_nonfinite(on_nonfinite)
         check_feedback(error_feedback)
         check_exclude(exclude)
@@ -306,7 +299,7 @@ class CompressedState(Stateful):
         )
         self._now = Now(self.choice.usual)
         policy = self.choice.usual or policy_of("none")
-        self.on_nonfinite, self.seed = on_nonfinite, seed
+        self.on_nonfinite = on_nonfinite
         self.grad_scaler = (
             grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         )
@@ -314,8 +307,8 @@ class CompressedState(Stateful):
         self.counters = Counters(
             choice=f"the plan's: {codec.why or codec.codec}" if isinstance(codec, Planned) else ""
         )
-        self.channel = Channel.among(process_group, timeout=timeout, device=self.names.device)
-        self.consensus = consensus_over(agree_over, process_group, timeout=timeout)
+        self.channel = Channel.among(process_group, device=self.names.device)
+        self.consensus = consensus_over(agree_over, process_group)
         if topology is not None:
             usual = min(numel, BUCKET)
             divide(self.channel, topology, usual, policy.choose("", usual))
@@ -329,7 +322,6 @@ class CompressedState(Stateful):
             self.channel.workspace,
             levels=self.channel.levels,
             feedback=error_feedback,
-            seed=seed,
         )
         self._plain = Plain(self._plain_group(), self.counters)
         self._survives = can_reform(process_group)  # failed backwards: another may follow
@@ -560,9 +552,8 @@ class CompressedState(Stateful):
         before = None
         if (measure or own is not None) and isinstance(exchange, Reduce):
             before = exchange.compensated(buffer, gain)
-        key = self.seed * 1_000_003 + round.number
-        call = exchange.steps(self.channel, buffer, sequence=sequence, key=key, gain=gain)
-        outcomes = yield from call
+        call = Call(self.channel.transport, workspace, sequence, round.number, gain)
+        outcomes = yield from exchange.steps(self.channel, buffer, call)
         finite = all(outcome.finite for outcome in outcomes)
         if finite and bucket is not buffer:
             bucket.copy_(buffer)

@@ -2,7 +2,7 @@
 stay equal agree."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class MeshStates:
             for model in models
             for p in model.parameters()
         ]
-        self._consensus = Consensus(own_transport(group_of(mesh), timeout=None, votes=True))
+        self._consensus = Consensus(own_transport(group_of(mesh), votes=True))
 
     def __getitem__(self, name: str) -> Any:
         return self.by_name[name]
@@ -64,11 +64,9 @@ class MeshStates:
     def __iter__(self) -> Iterator[str]:
         return iter(self.by_name)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients on this rank, for a model without DistributedDataParallel."""
-        with self._own_replicas("no_sync").no_sync():
-            yield
+        return self._own_replicas("no_sync").no_sync()
 
     def synchronize(self) -> None:
         """Average the gradients between replicas, once after the backwards of a pipeline or under
@@ -129,42 +127,36 @@ class MeshStates:
             self.by_name[name].load_state_dict(state)
 
 
-class ShardedStages:
+class ShardedStages(dict[int, ShardedState]):
     """States of this rank's stages under fully_shard, by stage number."""
-
-    def __init__(self, by_stage: Mapping[int, ShardedState]) -> None:
-        self.by_stage = dict(by_stage)
-
-    def __getitem__(self, stage: int) -> ShardedState:
-        return self.by_stage[stage]
 
     @property
     def gradients(self) -> Counters:
-        return Counters.together([state.gradients for state in self.by_stage.values()])
+        return Counters.together([state.gradients for state in self.values()])
 
     @property
     def weights(self) -> Counters:
-        return Counters.together([state.weights for state in self.by_stage.values()])
+        return Counters.together([state.weights for state in self.values()])
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of each stage, for a bitwise resume on the same mesh."""
-        return {str(stage): state.state_dict() for stage, state in self.by_stage.items()}
+        return {str(stage): state.state_dict() for stage, state in self.items()}
 
     def elastic_state_dict(self) -> dict[str, Any]:
         """Return each stage's state for torch's distributed checkpoints; collective."""
-        return {str(stage): state.elastic_state_dict() for stage, state in self.by_stage.items()}
+        return {str(stage): state.elastic_state_dict() for stage, state in self.items()}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Load a ``state_dict`` of the same mesh, or an ``elastic_state_dict`` of these stages,
         from any ranks."""
-        if missing := [stage for stage in self.by_stage if str(stage) not in states]:
+        if missing := [stage for stage in self if str(stage) not in states]:
             raise StateMismatch(
                 f"the state is of {', '.join(map(repr, states))}, and this rank runs stages "
-                f"{list(self.by_stage)}: load one that has "
+                f"{list(self)}: load one that has "
                 f"{', '.join(repr(str(stage)) for stage in missing)}, such as elastic_state_dict() "
                 "of who ran them"
             )
-        for stage, state in self.by_stage.items():
+        for stage, state in self.items():
             state.load_state_dict(states[str(stage)])
 
 

@@ -6,18 +6,15 @@ the local gradients in buckets, in the reverse order of parameters like DDP, and
 ``CompressedState``.
 """
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 
 from commpress.errors import InvalidArgument
 from commpress.integrations.ddp.hook import CompressedState
+from commpress.optim.backward import BackwardBuckets, weakly
 from commpress.optim.layout import alike, local, settle_gradient
 
 BUCKET_BYTES = 25 << 20
@@ -36,7 +33,6 @@ class LocalBucket:
             v.view(s.shape)
             for v, s in zip(self.flat.split([s.numel() for s in shards]), shards, strict=True)
         ]
-        self.arrived: set[int] = set()
 
     def index(self) -> int:
         return self.number
@@ -52,10 +48,6 @@ class LocalBucket:
 
     def gradients(self) -> list[torch.Tensor]:
         return self.views
-
-    @property
-    def full(self) -> bool:
-        return len(self.arrived) == len(self.members)
 
     def fetch(self, i: int) -> None:
         """Copy a parameter's gradient into the bucket, zeros if it has none."""
@@ -75,32 +67,30 @@ class LocalBucket:
                 local(p.grad).copy_(mean)
 
 
-class Replicas:
+class Replicas(BackwardBuckets):
     """Averages the gradients of ``parameters`` in each backward, or in ``synchronize``; ``grad``
     then holds the means.
 
     ``in_backward``: False if a step has many backwards, as in a pipeline.
     """
 
+    at_end = 1  # the hook of the last bucket raises errors
+
     def __init__(
         self, parameters: Iterable[torch.Tensor], state: CompressedState, *, in_backward: bool
     ) -> None:
-        self.state, self.in_backward, self.syncing = state, in_backward, True
+        self.state, self.in_backward = state, in_backward
         self.buckets = _buckets([p for p in parameters if p.requires_grad])
-        self._next = 0
-        self._ending: weakref.ref[Any] | None = None
-        self._futures: list[torch.futures.Future[torch.Tensor]] = []
+        super().__init__([bucket.members for bucket in self.buckets], hooked=in_backward)
         # versions of parameters at the first gradient that is not averaged yet
         self._owed: list[int] | None = None
-        for bucket in self.buckets:
-            for i, p in enumerate(bucket.members):
-                hook = _weakly(self._arrived, bucket, i) if in_backward else _weakly(self._owes)
-                p.register_post_accumulate_grad_hook(hook)
+        for p in (p for bucket in self.buckets for p in bucket.members if not in_backward):
+            p.register_post_accumulate_grad_hook(weakly(self._owes))
 
     def watch(self, stage: torch.nn.Module) -> None:
         """Check before each forward of ``stage`` that parameters were not updated by unaveraged
         gradients."""
-        stage.register_forward_pre_hook(_weakly(self._check_averaged))
+        stage.register_forward_pre_hook(weakly(self._check_averaged))
 
     @torch.no_grad()
     def start_alike(self, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
@@ -108,15 +98,6 @@ class Replicas:
         first = dist.get_process_group_ranks(group)[0]
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(local(tensor), first, group=group)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank; the next backward outside averages the sum."""
-        before, self.syncing = self.syncing, False
-        try:
-            yield
-        finally:
-            self.syncing = before
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -127,7 +108,8 @@ class Replicas:
                 "synchronize is for gradients of backwards under no_sync() or a pipeline: call it "
                 "inside no_sync(), once, or leave it out, for backward averages by itself"
             )
-        self._finish()
+        self._reset()
+        self.finish()
         self._owed = None
 
     def _versions(self) -> list[int]:
@@ -145,62 +127,16 @@ class Replicas:
                 "between schedule.step() and optimizer.step()"
             )
 
-    @torch.no_grad()
-    def _arrived(self, bucket: LocalBucket, i: int) -> None:
-        if not self.syncing:
-            return
-        # the first gradient of a backward; an aborted one does not count
-        if self._ending is None or self._ending() is None:
-            self._clear()
-            ending = partial(self._finish)
-            self._ending = weakref.ref(ending)
-            Variable._execution_engine.queue_callback(ending)
-        bucket.fetch(i)
-        bucket.arrived.add(i)
-        while self._next < len(self.buckets) - 1 and self.buckets[self._next].full:
-            self._launch()
+    def place(self, b: int, i: int) -> None:
+        self.buckets[b].fetch(i)
 
-    def _clear(self) -> None:
-        """Wait for running buckets, then forget all arrived gradients."""
-        for future in self._futures:
-            future.wait()
-        self._futures.clear()
-        self._next = 0
-        for bucket in self.buckets:
-            bucket.arrived.clear()
+    def launch(self, b: int) -> torch.futures.Future[torch.Tensor]:
+        bucket: Any = self.buckets[b]
+        return self.state.reduce(bucket)
 
-    def _launch(self) -> None:
-        bucket: Any = self.buckets[self._next]
-        self._next += 1
-        self._futures.append(self.state.reduce(bucket))
-
-    @torch.no_grad()
-    def _finish(self) -> None:
-        """Send the remaining buckets, wait for all, and write the means."""
-        self._ending = None
-        if not self.in_backward or not self.syncing:
-            self._clear()
-        while self._next < len(self.buckets):
-            bucket = self.buckets[self._next]
-            for i in range(len(bucket.members)):
-                if i not in bucket.arrived:
-                    bucket.fetch(i)
-            self._launch()
-        self._clear()
+    def ended(self) -> None:
         for bucket in self.buckets:
             bucket.give_back()
-
-
-def _weakly(method: Callable[..., None], *given: Any) -> Callable[..., None]:
-    """Return a hook that calls ``method`` with ``given`` while its owner lives: modules and
-    parameters must not keep it alive."""
-    reference = weakref.WeakMethod(method)
-
-    def hook(*_: object) -> None:
-        if (call := reference()) is not None:
-            call(*given)
-
-    return hook
 
 
 def _buckets(parameters: Sequence[torch.Tensor]) -> list[LocalBucket]:

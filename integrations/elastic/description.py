@@ -89,9 +89,7 @@ def _options(each: Any) -> Iterable[tuple[str, Any]]:
         if kind.__module__.startswith("commpress.") and "__init__" in vars(kind):
             kept = [name for name in inspect.signature(kind).parameters if name in vars(each)]
             yield from [
-                (name, vars(each)[name])
-                for name in kept
-                if name not in ("inner", "transport", "timeout")
+                (name, vars(each)[name]) for name in kept if name not in ("inner", "transport")
             ]
 
 
@@ -100,7 +98,7 @@ def _hooks(replica: DistributedDataParallel) -> Iterable[tuple[str, str]]:
     states = [state for state in hook_states(replica) if not isinstance(state, ExactMeans)]
     yield "hook", ", ".join(type(state).__name__ for state in states) or "none"
     for options in [state.options for state in states if isinstance(state, CompressedState)]:
-        yield from [(name, _text(value)) for name, value in options.items() if name != "timeout"]
+        yield from [(name, _text(value)) for name, value in options.items()]
 
 
 def _sizes(optimizer: torch.optim.Optimizer) -> str:

@@ -2,7 +2,6 @@
 every call, and compression."""
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -44,14 +43,13 @@ class AllToAll:
         gradient_codec: str | Codec | None = None,
         topology: Topology | None = None,
         process_group: dist.ProcessGroup | Transport | None = None,
-        timeout: timedelta | None = None,
     ) -> None:
         self.codec = codec_named(codec)
         self.gradient_codec = self.codec if gradient_codec is None else codec_named(gradient_codec)
         check_codec(self.codec)
         check_codec(self.gradient_codec, "gradient_codec")
         self.way = Way(None if topology is None else topology.nodes)
-        self.channel = channel_over(process_group, timeout, "AllToAll")
+        self.channel = channel_over(process_group, "AllToAll")
         self.transport = self.channel.transport
 
     def __call__(
@@ -137,9 +135,7 @@ class _Exchange(torch.autograd.Function):
         return back, None, None, None
 
 
-def channel_over(
-    group: dist.ProcessGroup | Transport | None, timeout: timedelta | None, owner: str
-) -> Channel:
+def channel_over(group: dist.ProcessGroup | Transport | None, owner: str) -> Channel:
     """Make a channel for ``owner`` over a process group or a transport."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         return Channel(group)
@@ -147,4 +143,4 @@ def channel_over(
         raise InvalidArgument(
             f"torch.distributed is not initialized: call init_process_group before {owner}"
         )
-    return Channel.among(group, timeout=timeout)
+    return Channel.among(group)

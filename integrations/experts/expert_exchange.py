@@ -3,7 +3,6 @@
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -115,7 +114,6 @@ class ExpertExchange(Divided, TokenSwitch):
         tensor_group: dist.ProcessGroup | Transport | None = None,
         on_lost: Literal["refuse", "mask"] = "refuse",
         process_group: dist.ProcessGroup | Transport | None = None,
-        timeout: timedelta | None = None,
     ) -> None:
         check_counts(num_experts=num_experts, pad=pad)
         if num_experts < 1 or pad < 1:
@@ -142,7 +140,7 @@ class ExpertExchange(Divided, TokenSwitch):
         _check_on_lost(on_lost, process_group, tensor_group)
         self.num_experts, self.capacity, self.pad = num_experts, capacity, pad
         self.on_lost = on_lost
-        self.channel = channel_over(process_group, timeout, "ExpertExchange")
+        self.channel = channel_over(process_group, "ExpertExchange")
         if self.channel.members:
             on_reform(self.channel.group, self)
         size = self.channel.size
@@ -161,7 +159,7 @@ class ExpertExchange(Divided, TokenSwitch):
         self._tensor = (
             Channel(Loopback(1).transport(0))
             if tensor_group is None
-            else channel_over(tensor_group, timeout, "ExpertExchange")
+            else channel_over(tensor_group, "ExpertExchange")
         )
         self._overlaps = False
         self._tensor_carrier = Carrier(

@@ -4,40 +4,33 @@ in the store, one after the other."""
 import zlib
 from collections import ChainMap
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from commpress.collectives.channel import Channel
-from commpress.errors import InvalidArgument, StateMismatch
+from commpress.errors import InvalidArgument
 from commpress.integrations.experts.expert_tiers import GRADIENT, WHOLE, ExpertTiers
 from commpress.integrations.zero.averaging import averaging_check
-from commpress.integrations.zero.elementwise import check_elementwise
 from commpress.integrations.zero.moments import Moments
-from commpress.integrations.zero.stored_state import StoredState
+from commpress.integrations.zero.stored_state import StoredOptimizer, StoredState
 from commpress.integrations.zero.streamed_group import StreamedWeights, return_holes, streamer_of
 from commpress.integrations.zero.update_chunk import WEIGHT, chunks
 from commpress.integrations.zero.wrapper import (
     MASTER,
-    Wrapper,
     agreed,
     check_groups,
-    like,
+    of_every_rank,
     options_of,
-    probe,
     take_options,
-    trainable,
 )
 from commpress.optim.layout import LocalWeights, local
 from commpress.optim.optimizer import loss_of
 from commpress.tiered_mem import TieredStore
 from commpress.torch_private import untraced
 
-FORMAT = 1.0
 
-
-class ExpertOptimizer(Wrapper):
+class ExpertOptimizer(StoredOptimizer):
     """Update a model with experts in a store: ``ExpertOptimizer(model.parameters(),
     torch.optim.AdamW, lr=1e-4)``.
 
@@ -65,20 +58,17 @@ class ExpertOptimizer(Wrapper):
         **options: Any,
     ) -> None:
         super().__init__(
-            params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite
+            params,
+            optimizer,
+            options,
+            commit_every=commit_every,
+            max_grad_norm=max_grad_norm,
+            on_nonfinite=on_nonfinite,
         )
-        places, _ = trainable(self.param_groups, streamed=True)
-        self.tiers, self.commit_every = (
-            _tiers([p for group in places for p, _, _ in group]),
-            commit_every,
-        )
+        places = self._places
+        self.tiers = _tiers([p for group in places for p, _, _ in group])
         self.store: TieredStore = self.tiers.store
         self.prefix = f"{self.tiers.prefix}/optimizer"
-        check_elementwise(
-            optimizer, options, self.param_groups, device=torch.device("cpu"), in_place=True
-        )
-        self._optimizer, self._make = optimizer, partial(optimizer, **options)
-        self._moments, self._scalars = probe(optimizer, options)
         stored = self.tiers.group_of
         self._dense = [[one for one in group if id(one[0]) not in stored] for group in places]
         self.chunks = chunks(
@@ -150,7 +140,7 @@ class ExpertOptimizer(Wrapper):
         ]
         found = [self.tiers.groups[number] for number in self._chunk_of]
         return dense + [
-            StreamedWeights(group.stored[0], group, self.store, self._written) for group in found
+            StreamedWeights(group.stored[0], group, self.store, self._renewed) for group in found
         ]
 
     def settle_weights(self) -> None:
@@ -158,16 +148,6 @@ class ExpertOptimizer(Wrapper):
 
     def weights_written(self) -> None:
         self.tiers.forget_places()
-
-    @torch.no_grad()
-    def _written(self, values: str) -> None:
-        for chunk in self.chunks:
-            if chunk.values == values and chunk.copied:
-                with (
-                    self.store.borrow(chunk.master) as master,
-                    self.store.borrow(values, write=False) as held,
-                ):
-                    master.copy_(held)
 
     # ------------------------------------------------------------ one step
 
@@ -192,9 +172,7 @@ class ExpertOptimizer(Wrapper):
                 self._update(expert, factor)
                 self.tiers.forget_gradient(expert)
         self.tiers.plan.over()
-        self.steps_done += 1
-        if self.commit_every and self.steps_done % self.commit_every == 0:
-            self.commit()
+        self._ended()
         return loss
 
     def _step_dense(self, factor: torch.Tensor | None) -> None:
@@ -227,14 +205,7 @@ class ExpertOptimizer(Wrapper):
             if chunk.copied:
                 with self.store.borrow(chunk.values) as values:
                     values.copy_(held[WEIGHT])
-        chunk.scalars = {key: value for key, value in states[0].items() if key in self._scalars}
-        if not chunk.keys:
-            for key in self._moments:
-                self.store.put(chunk.name(key), torch.zeros(()).expand(chunk.numel))
-                with self.store.borrow(chunk.name(key)) as flat:
-                    for own, state in zip(chunk.ranges, states, strict=True):
-                        own.inside(flat).copy_(state[key])
-            chunk.keys = list(self._moments)
+        if self._stepped(chunk, states):
             return_holes()  # left by temporaries of new moments between lasting objects
 
     def _norm(self) -> torch.Tensor:
@@ -257,34 +228,23 @@ class ExpertOptimizer(Wrapper):
 
     def _every(self, value: float) -> list[float]:
         """Return the values of all ranks."""
-        if self._channel is None or self._channel.size == 1:
-            return [value]
-        every = self._channel.run(self._channel.gathered([value]))
-        return [float(one) for one in every[:, 0]]
+        return [value] if self._channel is None else of_every_rank(self._channel, [value])
 
     # ------------------------------------------------------------ checkpoints
-
-    @property
-    def _meta(self) -> str:
-        return f"{self.prefix}/meta"
 
     def commit(self) -> int:
         """Commit experts, dense parameters and all moments: a process that is killed afterwards
         resumes from this step."""
-        numbers = [FORMAT, float(self._layout()), float(self.steps_done)]
+        numbers: list[float] = []
         for chunk in self.chunks:
-            numbers += [
-                float(chunk.stepped),
-                *(float(chunk.scalars.get(key, -1.0)) for key in self._scalars),
-            ]
+            numbers += [float(chunk.stepped), *self._floats(chunk.scalars)]
         for parameter, name in self._dense_names():
             state = self._inner.state.get(parameter, {})
-            numbers += [float(bool(state)), *(float(state.get(key, -1.0)) for key in self._scalars)]
+            numbers += [float(bool(state)), *self._floats(state)]
             self.store.put(f"{name}/{WEIGHT}", parameter.detach())
             for key in self._moments if state else ():
                 self.store.put(f"{name}/{key}", state[key])
-        self.store.put(self._meta, torch.tensor(numbers, dtype=torch.float64))
-        return self.store.commit()
+        return self._commit(numbers)
 
     def _dense_names(self) -> Iterator[tuple[torch.Tensor, str]]:
         for group in self._dense:
@@ -292,7 +252,6 @@ class ExpertOptimizer(Wrapper):
                 yield parameter, f"{self.prefix}/dense/{index:06d}"
 
     def _layout(self) -> int:
-        """Return a hash of the places of all parts."""
         ranges = [
             f"{c.number}.{r.group}:{tuple(r.parameter.shape)}"
             for c in self.chunks
@@ -306,29 +265,18 @@ class ExpertOptimizer(Wrapper):
         )
 
     def _resume(self) -> None:
-        with self.store.borrow(self._meta, write=False) as meta:
-            numbers = meta.tolist()
-        dense = list(self._dense_names())
-        if numbers[:2] != [FORMAT, float(self._layout())]:
-            raise StateMismatch(
-                f"the store has a state {self.prefix!r} of other parameters or another optimizer: "
-                "use those it was made with, or pass another prefix= to ExpertTiers"
-            )
-        self.steps_done, rest = int(numbers[2]), iter(numbers[3:])
+        rest = self._committed()
         for chunk in self.chunks:
-            chunk.stepped, found = bool(next(rest)), {key: next(rest) for key in self._scalars}
-            if chunk.stepped:
-                chunk.scalars, chunk.keys = (
-                    {k: like(self._scalars[k], v) for k, v in found.items()},
-                    list(self._moments),
-                )
-        for parameter, name in dense:
-            stepped, found = bool(next(rest)), {key: next(rest) for key in self._scalars}
+            stepped, found = bool(next(rest)), self._scalars_of(rest)
+            if stepped:
+                self._restore(chunk, found)
+        for parameter, name in self._dense_names():
+            stepped, found = bool(next(rest)), self._scalars_of(rest)
             parameter.copy_(self._read(f"{name}/{WEIGHT}"))
             if stepped:
-                self._inner.state[parameter] = {
-                    k: like(self._scalars[k], v) for k, v in found.items()
-                } | {key: self._read(f"{name}/{key}").to(parameter.device) for key in self._moments}
+                self._inner.state[parameter] = found | {
+                    key: self._read(f"{name}/{key}").to(parameter.device) for key in self._moments
+                }
 
     def _read(self, name: str) -> torch.Tensor:
         with self.store.borrow(name, write=False) as held:
@@ -365,7 +313,7 @@ class ExpertOptimizer(Wrapper):
         self.state.maps[1] = self._inner.state
         for chunk in self.chunks:
             if chunk.copied and not any(MASTER in states.get(n, {}) for n in numbers):
-                self._written(chunk.values)
+                self._renewed(chunk.values)
         take_options(self.param_groups, groups)
         steps = [float(state["step"]) for state in states.values() if "step" in state]
         self.steps_done = max(map(int, steps), default=self.steps_done)

@@ -1,7 +1,6 @@
 """Communication hook for gradients of the older FullyShardedDataParallel. Use FSDP2 in new
 programs."""
 
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -9,18 +8,17 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from commpress.codecs import Codec, codec_named, policy_of
-from commpress.collectives.allreduce import Call, Outcome, Workspace, reduce_bucket, settle
+from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket, settle
 from commpress.collectives.buckets import Message, Span, messages
 from commpress.collectives.channel import Channel, Counters
-from commpress.collectives.exchange import check_on_nonfinite
 from commpress.collectives.handover import Divided
 from commpress.collectives.reduce_scatter import Deal, Part, deals, reduce_rows
 from commpress.collectives.residual_state import exact_state, residuals_of
 from commpress.collectives.transports.factory import on_reform
-from commpress.errors import InvalidArgument, NonFiniteGradient
+from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback, ResidualStore, check_feedback
+from commpress.integrations.fsdp.nonfinite import BadGradients
 from commpress.integrations.fsdp.policies import check_dtype
-from commpress.logs import warn_on_first
 
 
 class FlatShardState(Divided):
@@ -45,27 +43,17 @@ class FlatShardState(Divided):
         process_group: dist.ProcessGroup | None = None,
         error_feedback: bool = True,
         on_nonfinite: Literal["skip", "propagate", "raise"] = "skip",
-        timeout: timedelta | None = None,
         checksum: bool = False,
-        seed: int = 0,
     ) -> None:
-        check_on_nonfinite(on_nonfinite)
         check_feedback(error_feedback)
-        self.codec, self.error_feedback, self.on_nonfinite, self.seed = (
-            codec_named(codec),
-            error_feedback,
-            on_nonfinite,
-            seed,
-        )
+        self.codec, self.error_feedback = codec_named(codec), error_feedback
         self.step, self.counters, self.residuals = 0, Counters(), ResidualStore()
-        self.channel = Channel.among(
-            process_group, timeout=timeout, workspace=Workspace(checksum=checksum)
-        )
+        self.channel = Channel.among(process_group, workspace=Workspace(checksum=checksum))
         self.transport = self.channel.transport
+        self.bad = BadGradients(on_nonfinite, self.channel.rank)
         # elements of each unit's gradient, in the order of the first backward
         self._order: list[int] | None = None
         self._seen: list[int] = []  # units of the running backward
-        self._error: NonFiniteGradient | None = None
         self._plans: dict[tuple[int, bool], tuple[Any, list[ErrorFeedback | None]]] = {}
         on_reform(None, self)
 
@@ -78,16 +66,9 @@ class FlatShardState(Divided):
             return
         buffer = gradient.float()
         plan, feedbacks = self._plan(unit, gradient, sharded=shard is not None)
-        options: dict[str, Any] = {
-            "transport": self.transport,
-            "workspace": self.channel.workspace,
-            "sequence": self.channel.take(len(plan)),
-            "key": self.seed * 1_000_003 + self.step,
-        }
+        call = self.channel.call(len(plan), self.step)
         if shard is None:
-            outcomes: list[Outcome] = self.channel.run(
-                reduce_bucket(buffer, feedbacks, plan, Call(**options))
-            )
+            outcomes: list[Outcome] = self.channel.run(reduce_bucket(buffer, feedbacks, plan, call))
             target, result = gradient, buffer
         else:
             result = (
@@ -95,23 +76,12 @@ class FlatShardState(Divided):
                 if shard.dtype == torch.float32
                 else torch.zeros(shard.numel(), device=shard.device)
             )
-            outcomes = self.channel.run(
-                reduce_rows(buffer, result, feedbacks, plan=plan, **options)
-            )
+            outcomes = self.channel.run(reduce_rows(buffer, result, feedbacks, plan, call))
             target = shard
         finite = all(outcome.finite for outcome in outcomes)
         settle(outcomes, taken=finite)
         if not finite:
-            self.counters.skipped_buckets += 1
-            text = "step %d: the gradients of unit %d held NaN or infinity on some rank"
-            warn_on_first(self.channel.rank, text, self.step, unit)
-            if self.on_nonfinite == "raise" and self._error is None:
-                self._error = NonFiniteGradient(
-                    f"step {self.step}: the gradients of unit {unit} held NaN or infinity on some "
-                    "rank. No residual was changed. Look for the cause in the loss, or pass "
-                    "on_nonfinite='skip'."
-                )
-            target.fill_(float("nan") if self.on_nonfinite == "propagate" else 0.0)
+            self.bad.refuse(target, self.counters, f"gradients of unit {unit}", self.step)
         elif target is not result:
             target.copy_(result)
         self._count(gradient, plan)
@@ -142,9 +112,6 @@ class FlatShardState(Divided):
             )
         self.step += 1
         self.counters.steps = self.step
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
 
     def _plan(
         self, unit: int, gradient: torch.Tensor, *, sharded: bool

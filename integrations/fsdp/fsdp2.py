@@ -3,7 +3,6 @@
 import logging
 import zlib
 from collections import Counter
-from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -69,8 +68,9 @@ class ShardedState(Divided):
       with at least 8 bits. ``weights=Difference("int4")`` sends changes of weights;
       ``weights="exact"`` codes their exponents without loss: 1.35 to 1.43 times fewer bytes of
       bfloat16, 1.15 of float32.
-    - ``topology``: nodes, to reduce gradients in two hops: inside a node with the codec ``inside``,
-      which is exact by default, between nodes with ``codec``. PowerSGD needs exact sums of nodes.
+    - ``topology``: nodes, to reduce gradients in two hops: exactly inside a node, between nodes
+      with ``codec``. A pair, ``(nodes, "int8")``, names the codec inside a node, too. PowerSGD
+      needs exact sums of nodes.
     - ``error_feedback``: keep residuals of gradients, 4 bytes per parameter of the whole model on
       each rank; with an exact hop inside nodes, of a node's share of it. A codec keeps them in
       fewer bytes: "bf16", or "shift8", one unbiased byte. ``ShardedState.memory`` returns all of
@@ -102,8 +102,7 @@ class ShardedState(Divided):
         codec: str | Codec | Policy | None = "fp8",
         weights: str | Codec | Policy | Difference | None = "int8",
         *,
-        topology: Topology | None = None,
-        inside: str | Codec | Policy = "none",
+        topology: Topology | tuple[Topology, str | Codec | Policy] | None = None,
         min_numel: int = MIN_NUMEL,
         error_feedback: bool | str | Codec = True,
         on_nonfinite: Literal["skip", "propagate", "raise"] = "skip",
@@ -111,17 +110,11 @@ class ShardedState(Divided):
         grad_scaler: torch.amp.GradScaler | None = None,
         regather: bool = False,
         overlap: bool = True,
-        timeout: timedelta | None = None,
-        seed: int = 0,
         alarm: Alarm | str | None = None,
     ) -> None:
         if codec is None and weights is None:
             raise InvalidArgument("codec and weights are both None: there is nothing to compress")
-        if inside != "none" and topology is None:
-            raise InvalidArgument(
-                f"inside is {inside!r}, the codec inside a node, but topology is None: pass the "
-                "nodes as topology=, too"
-            )
+        topology, inside = topology if isinstance(topology, tuple) else (topology, "none")
         for layer in experts_of(model):
             layer.check_parameters()
         self.param_groups = param_groups_of(model)
@@ -131,7 +124,7 @@ class ShardedState(Divided):
                 "with model.to_empty(device=...) and its values, after fully_shard and before "
                 "compress_fsdp"
             )
-        self.model, self.seed = model, seed
+        self.model = model
         self.bad = BadGradients(on_nonfinite, dist.get_rank(self.param_groups[0].group))
         self.grad_scaler = (
             grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
@@ -181,7 +174,7 @@ class ShardedState(Divided):
         self._wanted = {side for side, each in given.items() if each not in (None, NONE, EXACT)}
         if agree_over is None:  # shard peers of tensor parallelism decide together
             agree_over = column_mesh(self.param_groups)
-        self.consensus = consensus_over(agree_over, self.param_groups[0].group, timeout=timeout)
+        self.consensus = consensus_over(agree_over, self.param_groups[0].group)
         self.alarm = alarm_of(alarm)
         if self.alarm is not None:
             self._check_alarm(self.alarm, gradient_policy, two_hops=topology is not None)
@@ -192,7 +185,7 @@ class ShardedState(Divided):
             ranks = tuple(dist.get_process_group_ranks(each.group))
             if ranks not in self.reducing:
                 self.reducing[ranks] = Channel.among(
-                    each.group, timeout=timeout, name="commpress-gradients", at_once=AT_ONCE
+                    each.group, name="commpress-gradients", at_once=AT_ONCE
                 )
                 self.gathering[ranks] = self.reducing[ranks].beside("commpress-weights")
             channel = self.reducing[ranks]
@@ -201,7 +194,7 @@ class ShardedState(Divided):
                 channel,
                 gradient_policy,
                 weight_policy,
-                (inside, str(topology), difference, seed),
+                (inside, str(topology), difference),
             )
             if gradient_policy is not None and each.parts(trainable=True):
                 hops = [Hop(channel, gradient_policy, self.residuals)]
@@ -258,7 +251,7 @@ class ShardedState(Divided):
                 chosen = None if policy is None else policy.choose(name, shape.numel())
                 if isinstance(chosen, ExponentCodec):
                     chosen.refuse()
-            for option, policy in (("inside", inside), ("weights", weights)):
+            for option, policy in (("topology", inside), ("weights", weights)):
                 codec: object = None if policy is None else policy.choose(name, shape.numel())
                 if isinstance(codec, WholeTensorCodec):
                     why = (
@@ -267,8 +260,8 @@ class ShardedState(Divided):
                         else "inside a node rows travel"
                     )
                     raise InvalidArgument(
-                        f"{option} is {codec.spec!r} for {name!r}. It compresses whole tensors, "
-                        f"and {why}: choose a codec of rows such as 'int4'"
+                        f"{option} has the codec {codec.spec!r} for {name!r}. It compresses whole "
+                        f"tensors, and {why}: choose a codec of rows such as 'int4'"
                     )
             codec = None if gradients is None else gradients.choose(name, shape.numel())
             if not self.kept_in.lossless and travels_whole(codec, shape):
@@ -280,9 +273,10 @@ class ShardedState(Divided):
             within = None if inside is None else inside.choose(name, shape.numel())
             if within is not None and not within.lossless and travels_whole(codec, shape):
                 raise InvalidArgument(
-                    f"inside is {within.spec!r} for {name!r}, but the codec between nodes "
-                    "compresses whole tensors and needs exact sums: pass inside='none', or a "
-                    "policy with 'none' for it (commpress.ByName), or a codec of rows as codec"
+                    f"topology has the codec {within.spec!r} for {name!r}, but the codec between "
+                    "nodes compresses whole tensors and needs exact sums: pass the nodes alone, or "
+                    "with a policy with 'none' for it (commpress.ByName), or a codec of rows as "
+                    "codec"
                 )
 
     def _check_alarm(self, alarm: Alarm, gradients: Policy | None, *, two_hops: bool) -> None:
@@ -397,7 +391,7 @@ class ShardedState(Divided):
             self._choose()
             self._check_complete()
             self.step, self.bad.error = reducer.calls + 1, None
-        return self.seed * 1_000_003 + reducer.calls
+        return reducer.calls
 
     def _choose(self) -> None:
         """Choose the codecs of a new step, on every rank at its first reduction. Residuals stay."""
@@ -418,10 +412,6 @@ class ShardedState(Divided):
         """Return how often a group's gradients have been reduced; torch reduces in each of its
         ``backwards``."""
         return self.reducers[param_group].calls if param_group in self.reducers else backwards
-
-    def key(self) -> int:
-        """Return a seed for the weights of this step."""
-        return self.seed * 1_000_003 + self.step
 
     def gain(self) -> float:
         return 1.0 / self._scale.of(self.grad_scaler)

@@ -1,7 +1,6 @@
 """Hybrid sharding with FSDP2: torch shards inside a node, and compressed averages keep replicas on
 other nodes equal."""
 
-from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -53,8 +52,6 @@ class ReplicatedState(Divided, Stateful):
         error_feedback: bool = True,
         on_nonfinite: Literal["skip", "propagate", "raise"] = "skip",
         agree_over: AgreeOver | None = None,
-        timeout: timedelta | None = None,
-        seed: int = 0,
     ) -> None:
         check_feedback(error_feedback)
         group = replicate.get_group() if isinstance(replicate, DeviceMesh) else replicate
@@ -66,10 +63,10 @@ class ReplicatedState(Divided, Stateful):
                 "pass the whole mesh, including replicas, as in agree_over=mesh"
             )
         policy = policy_for(model, codec, min_numel=min_numel)
-        self.seed, self.counters = seed, Counters()
-        self.channel = Channel.among(group, timeout=timeout)
+        self.counters = Counters()
+        self.channel = Channel.among(group)
         self.handover = Handover(self.channel)
-        self.consensus = consensus_over(agree_over, group, timeout=timeout)
+        self.consensus = consensus_over(agree_over, group)
         whole = {
             name: p.numel()
             for each in param_groups
@@ -80,7 +77,6 @@ class ReplicatedState(Divided, Stateful):
             self.channel.size,
             self.channel.workspace,
             feedback=error_feedback,
-            seed=seed,
         )
         trained = [each for each in param_groups if any(p.requires_grad for p in each.parameters)]
         self.averages = [_Average(each, self) for each in trained]
@@ -98,10 +94,9 @@ class ReplicatedState(Divided, Stateful):
             )
         self.steps_done = max(self.steps_done, of.calls + 1)
         buffer = shard if shard.dtype == torch.float32 else shard.float()
-        exchange, key = of.exchange, self.seed * 1_000_003 + of.calls
-        sequence = self.channel.take(exchange.sequences)
+        exchange = of.exchange
         outcomes = self.channel.run(
-            exchange.steps(self.channel, buffer, sequence=sequence, key=key)
+            exchange.steps(self.channel, buffer, self.channel.call(exchange.sequences, of.calls))
         )
         of.calls += 1
         finite = all(outcome.finite for outcome in outcomes)

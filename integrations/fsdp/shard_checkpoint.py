@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from commpress.codecs.family import EXACT
-from commpress.collectives.allreduce import Call, reduce_message
+from commpress.collectives.allreduce import reduce_message
 from commpress.collectives.buckets import one_message
 from commpress.collectives.powersgd import RowsOnly
 from commpress.collectives.reduce_scatter import deals
@@ -101,15 +101,8 @@ def elastic_residuals(state: Any) -> dict[str, Any]:
         parameters = dict(zip(group.names, group.parameters, strict=True))
         flat = torch.cat([whole.view(-1) for whole in every.values()])
         channel = reducer.channel.beside("checkpoint")  # its bytes are not counted
-        steps = reduce_message(
-            flat,
-            None,
-            message=one_message(flat.numel(), EXACT, channel.size, name="elastic state"),
-            call=Call(
-                transport=channel.transport, workspace=channel.workspace, sequence=channel.take()
-            ),
-        )
-        channel.run(steps)
+        message = one_message(flat.numel(), EXACT, channel.size, name="elastic state")
+        channel.run(reduce_message(flat, None, message, channel.call(1)))
         lengths = [whole.numel() for whole in every.values()]
         for name, whole in zip(every, flat.split(lengths), strict=True):
             parameter = parameters[name]

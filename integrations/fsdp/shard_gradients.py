@@ -12,7 +12,7 @@ import torch.distributed as dist
 from commpress.choice import Seen
 from commpress.codecs import Policy
 from commpress.codecs.whole_tensors import travels_whole
-from commpress.collectives.allreduce import Outcome, settle
+from commpress.collectives.allreduce import Call, Outcome, settle
 from commpress.collectives.channel import Channel, any_rank
 from commpress.collectives.exchange import Round
 from commpress.collectives.powersgd import RowsOnly
@@ -83,7 +83,6 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
                 channel,
                 residuals=owner.residuals,
                 feedback=owner.error_feedback,
-                seed=owner.seed,
             )
         self._legs: dict[torch.dtype, list[_Leg]] = {}
 
@@ -118,7 +117,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         numbers = sum(len(leg.plan) for leg in legs) + (
             self.whole.exchange.sequences if self.whole else 0
         )
-        sequence = self.channel.take(numbers + 1)
+        call = self.channel.call(numbers + 1, key, self.owner.gain())
         factor, deferred = _factor(op, self.param_group.ranks), self.owner.deferred
         if op == dist.ReduceOp.SUM or self.param_group.gradients_in_use:
             deferred = None  # torch divides or a hook reads the output at once
@@ -137,7 +136,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         if round is not None:
             round.begin(out)
         steps = self._reduced(
-            input_tensor, out, output_tensor.dtype, legs, key, factor, sequence, vote, round
+            input_tensor, out, output_tensor.dtype, legs, call, factor, vote, round
         )
         if deferred is not None:
             output_tensor.zero_()
@@ -182,9 +181,8 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         out: torch.Tensor,
         dtype: torch.dtype,
         legs: list[_Leg],
-        key: int,
+        call: Call,
         factor: float,
-        sequence: int,
         vote: int | None,
         round: Round | None,
     ) -> Steps[bool]:
@@ -193,15 +191,15 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
 
         In a ``round`` they change only if all its exchanges were finite.
         """
-        gain, workspace, device = self.owner.gain(), self.channel.workspace, gradients.device
+        gain, workspace, device = call.gain, self.channel.workspace, gradients.device
         if any(part.width * self.param_group.ranks != part.numel for part in self.parts):
             out.zero_()  # padding after the last slice of a parameter
-        jobs, means = [self._rows(gradients, out, legs, key, gain, sequence)], None
-        sequence += sum(len(leg.plan) for leg in legs)
+        jobs, means = [self._rows(gradients, out, legs, call)], None
+        call = call.after(sum(len(leg.plan) for leg in legs))
         if self.whole is not None:
             means = workspace.borrow(self.whole.numel, torch.float32, device)
-            jobs.append(self.whole.steps(gradients, means, sequence=sequence, key=key, gain=gain))
-            sequence += self.whole.exchange.sequences
+            jobs.append(self.whole.steps(gradients, means, call))
+            call = call.after(self.whole.exchange.sequences)
         # with levels the number of waits may differ between ranks: see ``two_level``
         limit = 2 if self.channel.levels is None else 1
         outcomes = [
@@ -216,7 +214,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
             self.whole.deliver(means, out, factor)
         if finite and dtype == torch.float16:  # the mean may overflow
             fits = bool(torch.isfinite(out.to(dtype)).all())
-            finite = not (yield from any_rank(not fits, self.channel, sequence, device))
+            finite = not (yield from any_rank(not fits, self.channel, call.sequence, device))
         if self.owner.consensus is not None:
             finite = yield from self.owner.consensus.agreed(finite, number=vote)
         if round is None:
@@ -234,9 +232,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         gradients: torch.Tensor,
         out: torch.Tensor,
         legs: list[_Leg],
-        key: int,
-        gain: float,
-        sequence: int,
+        call: Call,
     ) -> Steps[list[Outcome]]:
         """Write gain · the mean of gradients that travel in rows to ``out``, hop by hop."""
         workspace, lent, buffer = self.channel.workspace, [], gradients
@@ -256,14 +252,10 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
                 buffer,
                 target,
                 leg.feedbacks,
-                plan=leg.plan,
-                transport=leg.hop.channel.transport,
-                workspace=workspace,
-                sequence=sequence,
-                key=key,
-                gain=gain if i == 0 else 1.0,
+                leg.plan,
+                call._replace(transport=leg.hop.channel.transport),
             )
-            sequence += len(leg.plan)
+            call = call.after(len(leg.plan))._replace(gain=1.0)
             if not last and not all(outcome.finite for outcome in outcomes):
                 target.fill_(float("nan"))  # reports it to all nodes
             buffer = target

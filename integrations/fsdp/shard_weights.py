@@ -11,6 +11,7 @@ import torch.distributed as dist
 from commpress.codecs import Codec, Policy, codec_named, policy_of
 from commpress.codecs.exponents import ExponentCodec
 from commpress.collectives import exact_rows
+from commpress.collectives.allreduce import Call
 from commpress.collectives.channel import Channel, any_rank
 from commpress.collectives.reduce_scatter import Deal, deals, decode_rows, gather_rows
 from commpress.errors import InvalidArgument
@@ -104,8 +105,8 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         self._backwards += backward and self.param_group.reduces
         fresh, self._reduced = reduced != self._reduced, reduced
         steps = self._difference if self.difference else self._whole
-        sequence = self.channel.take(2 + 2 * len(self._plan(input_tensor.dtype)))
-        job = steps(input_tensor, output_tensor, sequence, self.owner.key(), backward, fresh)
+        call = self.channel.call(2 + 2 * len(self._plan(input_tensor.dtype)), self.owner.step)
+        job = steps(input_tensor, output_tensor, call, backward, fresh)
         if self.owner.background:
             return _Pending(self.channel.submit(job, input_tensor, output_tensor))
         self.channel.run(job)
@@ -117,14 +118,13 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         self,
         row: torch.Tensor,
         out: torch.Tensor,
-        sequence: int,
-        key: int,
+        call: Call,
         backward: bool,
         fresh: bool,
     ) -> Steps[None]:
         plan = self._plan(row.dtype)
         keep, kept = self.keep and self.param_group.gathered_twice, bool(self._rows)
-        changed = not kept or (yield from self._changed(row, sequence, backward, fresh))
+        changed = not kept or (yield from self._changed(row, call, backward, fresh))
         whole = (
             out
             if knows(out.device, out.dtype)
@@ -135,7 +135,7 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
             if keep:
                 self._note(row)
             yield from self._gathered(
-                row, whole, plan, sequence + 1, key, kept=self._rows if keep else None
+                row, whole, plan, call.after(1), kept=self._rows if keep else None
             )
         else:
             self._decode(row, whole, plan)
@@ -149,8 +149,7 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         self,
         row: torch.Tensor,
         out: torch.Tensor,
-        sequence: int,
-        key: int,
+        call: Call,
         backward: bool,
         fresh: bool,
     ) -> Steps[None]:
@@ -163,11 +162,11 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         if self.held is None:
             whole = row if self.restored is None else self.restored.to(row)
             row = row.clone()  # a view of ``out``
-            yield from self._gathered(whole, step, exact, sequence, key)
+            yield from self._gathered(whole, step, exact, call)
             self.held, self.restored = torch.empty_like(out).copy_(step), None
             self._note(whole)
-            sent, sequence, backward, fresh = exact, sequence + len(exact), False, False
-        changed = yield from self._changed(row, sequence, backward, fresh)
+            sent, call, backward, fresh = exact, call.after(len(exact)), False, False
+        changed = yield from self._changed(row, call, backward, fresh)
         finite = True
         if changed:
             rows = self.held.view(self.param_group.ranks, -1)
@@ -177,11 +176,11 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
             self._note(row)
             if direct:
                 finite = yield from self._gathered(
-                    row.float(), self.held, plan, sequence + 1, key, base=base, add=True
+                    row.float(), self.held, plan, call.after(1), base=base, add=True
                 )
             else:
                 finite = yield from self._gathered(
-                    row.float(), step, plan, sequence + 1, key, base=base
+                    row.float(), step, plan, call.after(1), base=base
                 )
                 self.held.add_(step)
         out.copy_(self.held)
@@ -194,22 +193,19 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         if not finite:
             self.forget()
 
-    def _changed(
-        self, row: torch.Tensor, sequence: int, backward: bool, fresh: bool
-    ) -> Steps[bool]:
+    def _changed(self, row: torch.Tensor, call: Call, backward: bool, fresh: bool) -> Steps[bool]:
         """Return whether any rank's weights differ from those last sent. See the class's note."""
         if backward or fresh:
             return fresh and not backward
         same = self._last is not None and torch.equal(_bits(row), _bits(self._last))
-        return (yield from any_rank(not same, self.channel, sequence, row.device))
+        return (yield from any_rank(not same, self.channel, call.sequence, row.device))
 
     def _gathered(
         self,
         row: torch.Tensor,
         out: torch.Tensor,
         plan: list[Deal],
-        sequence: int,
-        key: int,
+        call: Call,
         **options: Any,
     ) -> Steps[bool]:
         """Run ``gather_rows`` for any dtype; return whether all was finite."""
@@ -219,11 +215,8 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         finite = yield from gather_rows(
             wide,
             out,
-            plan=plan,
-            transport=self.channel.transport,
-            workspace=self.channel.workspace,
-            sequence=sequence,
-            key=key,
+            plan,
+            call,
             **options,
         )
         if wide is not row:
@@ -306,21 +299,10 @@ class LosslessAllGather(CompressedAllGather):
         row: torch.Tensor,
         out: torch.Tensor,
         plan: list[exact_rows.ExactMessage],
-        sequence: int,
-        key: int,
+        call: Call,
         kept: list[exact_rows.Received] | None = None,
     ) -> Steps[bool]:
-        channel = self.channel
-        yield from exact_rows.gather_exactly(
-            row,
-            out,
-            plan=plan,
-            transport=channel.transport,
-            workspace=channel.workspace,
-            sequence=sequence,
-            learn=True,
-            kept=kept,
-        )
+        yield from exact_rows.gather_exactly(row, out, plan, call, learn=True, kept=kept)
         return True
 
     def _decode(self, row: torch.Tensor, out: torch.Tensor, plan: list[Any]) -> None:

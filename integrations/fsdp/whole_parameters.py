@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from commpress.codecs import Policy
-from commpress.collectives.allreduce import Outcome
+from commpress.collectives.allreduce import Call, Outcome
 from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges, Tensors
@@ -32,7 +32,6 @@ class WholeParameters:
         *,
         residuals: ResidualStore,
         feedback: bool,
-        seed: int,
     ) -> None:
         self.param_group, self.parts, self.channel = param_group, parts, channel
         self.device = param_group.parameters[0].device
@@ -44,7 +43,6 @@ class WholeParameters:
             levels=channel.levels,
             residuals=residuals,
             feedback=feedback,
-            seed=seed,
         )
         self.exchange = self.exchanges.of(self.names, self._tensors, self.device)
 
@@ -65,7 +63,7 @@ class WholeParameters:
         return spans, self.shapes
 
     def steps(
-        self, gradients: torch.Tensor, whole: torch.Tensor, *, sequence: int, key: int, gain: float
+        self, gradients: torch.Tensor, whole: torch.Tensor, call: Call
     ) -> Steps[list[Outcome]]:
         """Write the means to ``whole``; ``gradients`` has a row for every rank. See
         ``Exchange.steps``."""
@@ -73,11 +71,7 @@ class WholeParameters:
         for part, slices in zip(self.parts, self._slices(whole), strict=True):
             for row, values in zip(rows, slices, strict=True):
                 values.copy_(row[part.at : part.at + values.numel()].view(values.shape))
-        return (
-            yield from self.exchange.steps(
-                self.channel, whole, sequence=sequence, key=key, gain=gain
-            )
-        )
+        return (yield from self.exchange.steps(self.channel, whole, call))
 
     def deliver(self, whole: torch.Tensor, out: torch.Tensor, factor: float) -> None:
         """Write this rank's slices of ``whole`` times ``factor`` to ``out``, each at its

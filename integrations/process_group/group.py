@@ -702,7 +702,7 @@ class ProcessGroup(dist.ProcessGroup):
         old = [self._inner, self._abort]
         self._inner, self._abort = inner, abort
         let_go(old)
-        self.reducer.connect(rank, size, self._private())
+        self.reducer.reconnect(rank, size, self._private())
         self._connect(connections)
 
     def abort_inner(self) -> None:

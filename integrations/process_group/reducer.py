@@ -15,19 +15,20 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from commpress.codecs import policy_of
 from commpress.codecs.exponents import ExponentCodec
 from commpress.collectives.all_to_all.all_to_all import (
     AllToAllCall,
     Way,
     compressed_all_to_all,
 )
-from commpress.collectives.allreduce import Workspace
-from commpress.collectives.buckets import FLOATS
+from commpress.collectives.allreduce import Call, Workspace
+from commpress.collectives.buckets import FLOATS, Span
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.exact_rows import (
@@ -35,22 +36,26 @@ from commpress.collectives.exact_rows import (
     codes_exactly,
     exact_all_to_all,
     exact_broadcast,
+    exact_messages,
 )
+from commpress.collectives.exchange import Exchanges
 from commpress.collectives.handover import Handover, cannot_follow
 from commpress.collectives.levels import Levels, divide
+from commpress.collectives.reduce_scatter import Part, deals
 from commpress.collectives.residual_state import exact_state, residuals_of
+from commpress.collectives.state import State, Stateful
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.transport import Transport
 from commpress.collectives.two_level import hierarchy_of
-from commpress.errors import StateMismatch
+from commpress.errors import StateMismatch, check_entries
 from commpress.feedback import ResidualStore
 from commpress.integrations.process_group.call import FutureWork
 from commpress.integrations.process_group.call_sites import (
-    ExactGatherSite,
-    GatherSite,
-    ReduceSite,
-    ScatterSite,
     Site,
+    exact_gather_site,
+    gather_site,
+    reduce_site,
+    scatter_site,
 )
 from commpress.integrations.process_group.group_options import GroupOptions
 from commpress.totals import Totals
@@ -92,9 +97,18 @@ class GroupCounters(Totals):
         return self.logical_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
 
-class GroupReducer:
+class _Ranked(NamedTuple):
+    rank: int
+    size: int
+    levels: None = None
+
+
+class GroupReducer(Stateful):
     """Decide on compression, compress and count. Channels are made at the first compressed call,
-    with a topology at once."""
+    with a topology at once.
+
+    - ``steps_done``: backwards with reductions.
+    """
 
     def __init__(
         self, options: GroupOptions | None, rank: int, size: int, transports: Transports
@@ -103,19 +117,19 @@ class GroupReducer:
         self.rank, self.size, self._transports = rank, size, transports
         self._codecs = options.codecs() if options is not None else {}
         self._sites: dict[tuple[object, ...], Site] = {}
-        self._task, self._backwards, self._nth = -1, 0, 0
+        self._task, self._nth = -1, 0
         self._sequence = 0  # equal on all ranks: counts refused calls, too
-        # residuals of all-reduces, and of reduce-scatters
-        self._residuals, self._scattered = ResidualStore(), ResidualStore()
+        self._scattered = ResidualStore()  # residuals of reduce-scatters
         self._calls: dict[str, int] = {}  # loaded counts of sites without a call so far
         self._way = Way()
         self._workspaces: dict[str, Workspace] = defaultdict(Workspace)
+        # residuals of all-reduces; every site has exchanges of its own
+        self.exchanges = Exchanges(policy_of("none"), size, self._workspaces["cpu"])
         # sites with buffers that the worker has to free, because only it accesses them
         self._dropped: dict[str, list[Site]] = defaultdict(list)
         self._channels: dict[str, Channel] = {}
         self._sent_before = 0  # bytes of earlier channels
-        self._handover: Handover | None = None
-        self._cut = rank, size  # for which residuals are divided
+        self.handover = Handover(self.channel)
         self._ended = ""  # reason why nothing is compressed any more
         self._topology: Topology | None = None
         if (
@@ -204,9 +218,8 @@ class GroupReducer:
             dropped = self._dropped[kind]
             while dropped:
                 dropped.pop().forget(channel.workspace)
-            return (
-                yield from site.steps(channel, *given, sequence=sequence, key=key, factor=factor)
-            )
+            call = Call(channel.transport, channel.workspace, sequence, key)
+            return (yield from site.run(channel, *given, call, factor))
 
         return partial(self._submitted, name, kind, made, inp, out, logical, site.waits)
 
@@ -298,6 +311,11 @@ class GroupReducer:
     def _kind(self, device: torch.device) -> str:
         return device.type if device.type in self._transports else "cpu"
 
+    @property
+    def channel(self) -> Any:  # type: ignore[override]
+        """The channel between hosts, or its rank and size before it is connected."""
+        return self._channels.get("cpu", _Ranked(self.rank, self.size))
+
     def _connected(self, kind: str) -> Channel:
         """Return the channel for tensors on a kind of device.
 
@@ -313,6 +331,8 @@ class GroupReducer:
                     1,
                 )
             self._channels[kind] = channel
+            if kind == "cpu":
+                self.handover.channel = channel
         return self._channels[kind]
 
     # ------------------------------------------------------------ call sites
@@ -320,102 +340,111 @@ class GroupReducer:
     def _site(self, name: str, inp: torch.Tensor, out: torch.Tensor) -> Site:
         task = torch._C._current_graph_task_id() if name in _REDUCTIONS else -1
         if task >= 0 and task != self._task:
-            self._task, self._nth, self._backwards = task, 0, self._backwards + 1
+            self._task, self._nth, self.steps_done = task, 0, self.steps_done + 1
             self._forget_old_sites()
         nth, numel = self._nth if task >= 0 else -1, max(inp.numel(), out.numel())
         self._nth += task >= 0
         key = name, nth, numel, inp.dtype if name == "all_gather" else None, inp.device
         if key not in self._sites:
-            self._sites[key] = self._made(
-                name, f"{_SITES[name]} {nth} of {numel}", inp, out, feedback=task >= 0
-            )
+            called = f"{_SITES[name]} {nth} of {numel}"
+            self._sites[key] = self._made(name, called, inp, out, feedback=task >= 0)
+            self._sites[key].calls = self._calls.pop(called, 0)
         site = self._sites[key]
-        site.last_backward = self._backwards
+        site.last_backward = self.steps_done
         return site
 
     def _made(
         self, name: str, called: str, inp: torch.Tensor, out: torch.Tensor, *, feedback: bool
     ) -> Site:
-        codec, calls, kind = self._codecs[name], self._calls.pop(called, 0), self._kind(inp.device)
+        codec, kind = self._codecs[name], self._kind(inp.device)
         if isinstance(codec, ExponentCodec):
-            return ExactGatherSite(called, inp, self.size, calls=calls)
-        if name == "all_gather":
-            return GatherSite(called, inp, codec, self.rank, self.size, calls=calls)
-        if name == "reduce_scatter":
-            store = self._scattered
-            return ScatterSite(
-                called, out, codec, self.rank, self.size, store, feedback=feedback, calls=calls
+            return exact_gather_site(called, exact_messages(inp.numel(), self.size, inp.dtype))
+        if name != "all_reduce":
+            row = inp if name == "all_gather" else out
+            part = Part(called, 0, row.numel(), row.numel() * self.size)
+            plan = deals(
+                [part], policy_of(codec), rank=self.rank, ranks=self.size, feedback=feedback
             )
-        levels = None if self._topology is None else self._connected(kind).levels
-        return ReduceSite(
-            called,
-            inp,
-            codec,
+            if name == "all_gather":
+                return gather_site(called, plan)
+            attach = self._scattered.attach
+            kept = [attach(deal.every.keys, deal.every.pieces, row.device) for deal in plan]
+            return scatter_site(called, plan, kept)
+        exchanges = Exchanges(
+            policy_of(codec),
             self.size,
             self._workspaces[kind],
-            self._residuals,
+            levels=None if self._topology is None else self._connected(kind).levels,
             feedback=feedback,
-            levels=levels,
-            calls=calls,
+            residuals=self.exchanges.residuals,
         )
+        where = [Span(called, 0, inp.numel())], [inp.shape]
+        return reduce_site(called, exchanges.of((called,), lambda: where, inp.device))
 
     def _forget_old_sites(self) -> None:
         for key in [
-            k for k, s in self._sites.items() if s.last_backward < self._backwards - KEPT_BACKWARDS
+            k for k, s in self._sites.items() if s.last_backward < self.steps_done - KEPT_BACKWARDS
         ]:
             site = self._sites.pop(key)
             self.counters.dropped_sites += key[0] in _REDUCTIONS
             self._dropped[self._kind(key[-1])].append(site)  # type: ignore[arg-type]
-            for store in (self._residuals, self._scattered):
+            for store in (self.exchanges.residuals, self._scattered):
                 store.take({site.name})
 
-    # ------------------------------------------------------------ checkpoints
+    # ------------------------------------------------------------ state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return residuals and counts of this rank's sites, between two backwards, as plain data
-        and tensors."""
-        state = exact_state(self._residuals, self, self._backwards, str(self._topology or ""))
-        scattered = exact_state(self._scattered, self, self._backwards)["residuals"]
+    def schedule(self) -> State:
         calls = self._calls | {site.name: site.calls for site in self._sites.values()}
-        return state | {"codecs": self._specs(), "scattered": scattered, "calls": calls}
+        return {"codecs": {name: c.spec for name, c in self._codecs.items()}, "calls": calls}
 
-    def load_state_dict(self, *states: dict[str, Any]) -> None:
-        """Load this rank's state, or those of all ranks at another world size; all or nothing."""
-        nodes = str(self._topology or "")
+    def check(self, schedule: Mapping[str, Any]) -> None:
+        super().check(schedule)
+        if schedule["codecs"] != (own := self.schedule()["codecs"]):
+            raise StateMismatch(
+                f"the state was saved with the codecs {schedule['codecs']}, but this group has "
+                f"{own}: load it into a group with the same GroupOptions"
+            )
+
+    def part(self) -> State:
+        return super().part() | {
+            "scattered": exact_state(self._scattered, self, self.steps_done)["residuals"]
+        }
+
+    def joined(self, states: Sequence[State], missing: str) -> State:
+        """Return this rank's rows of reduce-scatters, which fit only the same number of ranks."""
         for state in states:
-            if "scattered" not in state or "calls" not in state:
-                raise StateMismatch(
-                    "the state has no 'scattered' or no 'calls', expected a state_dict() of a group"
-                )
-            if state.get("codecs") != self._specs():
-                raise StateMismatch(
-                    f"the state was saved with the codecs {state.get('codecs')}, but this group "
-                    f"has {self._specs()}: load it into a group with the same GroupOptions"
-                )
-            if state["size"] != self.size and (
-                nodes or state.get("nodes") or any(each["scattered"] for each in states)
-            ):
-                raise StateMismatch(
-                    f"the state is of {state['size']} ranks, but this group has {self.size}: "
-                    "residuals of reduce-scatters and of a topology fit only the same number of "
-                    "ranks"
-                )
-        backwards, residuals = residuals_of(states, self, nodes=nodes)
-        own = next(
-            (each for each in states if (each["size"], each["rank"]) == (self.size, self.rank)),
-            states[0],
-        )
+            check_entries(state, ("scattered",), "the state of a group")
+        own = states[0]
+        if not own["scattered"]:
+            return {"rows": {}}
+        if own["size"] != self.size:
+            raise StateMismatch(
+                f"the state is of {own['size']} ranks, but this group has {self.size}: residuals "
+                "of reduce-scatters fit only the same number of ranks"
+            )
         rows = own | {"residuals": own["scattered"], "nodes": ""}
-        scattered = residuals_of([rows], self)[1] if own["scattered"] else {}
-        self._scattered.check(scattered)
-        self._residuals.load(residuals)
-        self._scattered.load(scattered)
-        self._calls, self._backwards = dict(own["calls"]), backwards
-        for site in self._sites.values():
-            site.calls, site.last_backward = self._calls.pop(site.name, 0), backwards
+        found = residuals_of([rows], self)[1]
+        self._scattered.check(found)
+        return {"rows": found}
 
-    def _specs(self) -> dict[str, str]:
-        return {name: codec.spec for name, codec in self._codecs.items()}
+    def follow(self, schedule: Mapping[str, Any], change: Change | None = None) -> None:
+        if change is None:
+            self._scattered.load(schedule["rows"])
+            self._calls = dict(schedule["calls"])
+            for site in self._sites.values():
+                site.calls, site.last_backward = self._calls.pop(site.name, 0), self.steps_done
+            return
+        # sites are made again; each finds its residual at its next call, except for rows of
+        # reduce-scatters
+        self.counters.dropped_sites += len({name for name, _ in self._scattered.every()})
+        self._scattered = ResidualStore()
+        self._sites, self._task, self._nth = {}, -1, 0
+        self._dropped.clear()
+        self._calls.clear()
+        self._sequence = self.channel.take(0)
+        for workspace in self._workspaces.values():
+            workspace.clear()
+        self.counters.lost_ranks = self.handover.lost
 
     # ------------------------------------------------------------ other ranks
 
@@ -430,54 +459,30 @@ class GroupReducer:
             if kind != "cpu":
                 channel.inner.abandon("the group has failed.")
 
-    def connect(self, rank: int, size: int, transports: Transports) -> None:
+    def reconnect(self, rank: int, size: int, transports: Transports) -> None:
         """Continue among other ranks. ``reform`` hands the old ones' residuals over."""
         self.rank, self.size, self._transports = rank, size, transports
         self._sent_before += sum(channel.sent_bytes for channel in self._channels.values())
         self._channels.clear()
 
-    def reform(self, change: Change) -> Callable[[], None] | None:
-        """Hand over the residuals of call sites; collective. Call the result after all ranks have
-        succeeded so far."""
+    def reform(self, change: Change) -> Callable[[], None] | None:  # type: ignore[override]
         if self.options is None:
             return None
         if self.options.topology is not None:
             self._ended = "other ranks"
             raise cannot_follow(self, "topology names the earlier ranks")
-        channel = self._connected("cpu")
-        if self._handover is None:
-            self._handover = Handover(channel)
-            self._handover.rank, self._handover.size = self._cut
-        self._handover.channel = channel
+        self._connected("cpu")
         self.counters.lost_calls += sum(
             workspace.proposed for workspace in self._workspaces.values()
         )
         for kind, workspace in self._workspaces.items():
             if kind != "cpu":
                 workspace.settle(taken=False)
-        channel.run(self._handover.steps(change, {"": self._residuals}, self._workspaces["cpu"]))
-        return self._handover.with_it(self._follow)
+        return super().reform(change)
 
     def hand_over(self, leaving: Sequence[int]) -> None:
-        """Give the residuals of ranks that are about to leave to the others; collective over all,
-        between calls."""
-        if self._handover is not None:
-            self._handover.channel.run(self._handover.leaving(leaving, {"": self._residuals}))
-
-    def _follow(self) -> None:
-        """Make sites again. Each finds its residual at its next call, except for rows of
-        reduce-scatters."""
-        assert self._handover is not None
-        self._cut = self._handover.rank, self._handover.size
-        self.counters.dropped_sites += len({name for name, _ in self._scattered.every()})
-        self._scattered = ResidualStore()
-        self._sites, self._task, self._nth = {}, -1, 0
-        self._dropped.clear()
-        self._calls.clear()
-        self._sequence = self._connected("cpu").take(0)
-        for workspace in self._workspaces.values():
-            workspace.clear()
-        self.counters.lost_ranks = self._handover.lost
+        if "cpu" in self._channels:
+            super().hand_over(leaving)
 
     def close(self) -> None:
         for channel in self._channels.values():

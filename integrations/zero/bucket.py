@@ -126,7 +126,6 @@ class FlatGroup:
         self.feedbacks: list[ErrorFeedback | None] = [None] * len(self.reduce_plan)
         self.buffer: torch.Tensor | None = None  # this rank's gradients, in the layout of ``flat``
         self.reduced: torch.Tensor | None = None  # mean gradient of this rank's row, float32
-        self.arrived: set[int] = set()
         self.reduction = Reduction()
 
     @property

@@ -6,20 +6,18 @@ no gradient is written while the worker reads it, and a GradScaler sees whether 
 ranks are finite before ``step``.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 
 from commpress.collectives.agreement import Consensus
-from commpress.collectives.allreduce import Outcome, settle
+from commpress.collectives.allreduce import Call, Outcome, settle
 from commpress.collectives.channel import Channel
 from commpress.collectives.reduce_scatter import reduce_rows
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.bucket import FlatGroup, Reduction
+from commpress.optim.backward import BackwardBuckets
 from commpress.optim.layout import alike, is_cut, local, settle_gradient
 from commpress.torch_private import LossScale
 from commpress.work import Steps, run
@@ -27,7 +25,7 @@ from commpress.work import Steps, run
 AHEAD = 2  # pending reductions before a backward waits
 
 
-class Gradients:
+class Gradients(BackwardBuckets):
     """Reduce gradients: after ``synchronize``, ``bucket.reduced`` of every bucket is the mean
     gradient of this rank's row.
 
@@ -49,67 +47,23 @@ class Gradients:
         self._sink, self._consensus = sink, consensus
         self.buckets, self._channel = buckets, channel
         self._stage, self._scaler, self._scale = stage, scaler, LossScale()
-        self.syncing = True
         self.step = 0  # number of the current step, which seeds stochastic codecs
-        self._next, self._local = 0, False
-        # reference to the callback at the end of the current backward
-        self._ending: weakref.ref[Any] | None = None
-        self._futures: list[torch.futures.Future[Any]] = []
+        self._local = False
         self._marker = min(
             (m.parameter for b in buckets for m in b.members), key=lambda p: (is_cut(p), p.numel())
         )
-        self._hooks = [
-            self._hook(bucket, i) for bucket in buckets for i in range(len(bucket.members))
-        ]
+        super().__init__([[member.parameter for member in bucket.members] for bucket in buckets])
 
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _hook(self, bucket: FlatGroup, i: int) -> torch.utils.hooks.RemovableHandle:
-        owner = weakref.ref(self)  # the parameters must not keep their optimizer alive
-
-        def arrived(parameter: torch.Tensor) -> None:
-            if (me := owner()) is not None:
-                me._arrived(bucket, i)
-
-        return bucket.members[i].parameter.register_post_accumulate_grad_hook(arrived)
-
-    def _arrived(self, bucket: FlatGroup, i: int) -> None:
-        if not self.syncing:
-            self._local = True
-            if self._stage == 1:
-                self._place(bucket, i)
-            return
-        self.drop_aborted()
-        if self._ending is None:
-            ending = partial(self.finish)
-            self._ending = weakref.ref(ending)
-            Variable._execution_engine.queue_callback(ending)
-        self._place(bucket, i)
-        bucket.arrived.add(i)
-        while self._next < len(self.buckets) and self._full(self.buckets[self._next]):
-            self._launch(self.buckets[self._next])
-            self._next += 1
-
-    def drop_aborted(self) -> None:
-        """Reset after a backward that ended with an error, in which case autograd frees the
-        callback of its end."""
-        if self._ending is None or self._ending() is not None:
-            return
-        self._wait()
-        self._next, self._local, self._ending = 0, False, None
-        for bucket in self.buckets:
-            bucket.arrived.clear()
-
-    def _full(self, bucket: FlatGroup) -> bool:
-        return len(bucket.arrived) == len(bucket.members)
+    def accumulated(self, b: int, i: int) -> None:
+        self._local = True
+        if self._stage == 1:
+            self.place(b, i)
 
     @torch.no_grad()
-    def _place(self, bucket: FlatGroup, i: int) -> None:
+    def place(self, b: int, i: int) -> None:
         """Copy the gradient to its place in the bucket's buffer, where it stays (stage 1), or is
         sent and freed."""
-        member = bucket.members[i]
+        bucket, member = self.buckets[b], self.buckets[b].members[i]
         settle_gradient(member.parameter)
         gradient = member.parameter.grad
         if bucket.buffer is None:
@@ -134,19 +88,19 @@ class Gradients:
             self._futures.pop(0).wait()
         return self._channel.workspace.lend(numel, bucket.dtype, bucket.device).zero_()
 
-    def _launch(self, bucket: FlatGroup) -> None:
-        sequence = self._channel.take(bucket.sequences)
+    def launch(self, b: int) -> torch.futures.Future[Any]:
+        bucket = self.buckets[b]
         key = self.step + (bucket.reduction.times << 20)
-        steps = self._reduce(bucket, sequence, key, self._gain())
+        steps = self._reduce(bucket, self._channel.call(bucket.sequences, key, self._gain()))
         waits = len(bucket.reduce_plan) if bucket.exchange is None else bucket.exchange.waits
         assert bucket.buffer is not None
-        self._futures.append(self._channel.submit(steps, bucket.buffer, waits=waits))
+        return self._channel.submit(steps, bucket.buffer, waits=waits)
 
-    def _reduce(self, bucket: FlatGroup, sequence: int, key: int, gain: float) -> Steps[None]:
+    def _reduce(self, bucket: FlatGroup, call: Call) -> Steps[None]:
         """Set ``bucket.reduced`` to the mean over the ranks of this rank's row of the buffer, or
         add it."""
         assert bucket.buffer is not None
-        source = bucket.buffer
+        source, gain = bucket.buffer, call.gain
         if source.dtype != torch.float32 or (bucket.exchange is not None and self._stage == 1):
             source = self._channel.workspace.lend(
                 source.numel(), torch.float32, bucket.device
@@ -161,18 +115,14 @@ class Gradients:
         if out is None:
             out = self._channel.workspace.lend(bucket.width, torch.float32, bucket.device)
         if bucket.exchange is not None:
-            outcomes = yield from self._mean_of_all(bucket, source, out, sequence, key, gain)
+            outcomes = yield from self._mean_of_all(bucket, source, out, call)
         else:
             outcomes = yield from reduce_rows(
                 source,
                 out,
                 bucket.feedbacks,
-                plan=bucket.reduce_plan,
-                transport=self._channel.transport,
-                workspace=self._channel.workspace,
-                sequence=sequence,
-                key=key,
-                gain=gain if bucket.lossy_gradients else 1.0,
+                bucket.reduce_plan,
+                call if bucket.lossy_gradients else call._replace(gain=1.0),
             )
         if source is not bucket.buffer:
             self._channel.workspace.take_back(source)
@@ -198,33 +148,23 @@ class Gradients:
         bucket: FlatGroup,
         buffer: torch.Tensor,
         out: torch.Tensor,
-        sequence: int,
-        key: int,
-        gain: float,
+        call: Call,
     ) -> Steps[list[Outcome]]:
-        """Set ``out`` to ``gain`` times this rank's row of the mean over the ranks, which replaces
-        the contents of ``buffer``."""
+        """Set ``out`` to the call's gain times this rank's row of the mean over the ranks, which
+        replaces the contents of ``buffer``."""
         assert bucket.exchange is not None
-        outcomes = yield from bucket.exchange.steps(
-            self._channel, buffer, sequence=sequence, key=key, gain=gain
-        )
+        outcomes = yield from bucket.exchange.steps(self._channel, buffer, call)
         finite = all(outcome.finite for outcome in outcomes)
-        torch.mul(buffer[bucket.first :][: bucket.width], gain if finite else float("nan"), out=out)
+        torch.mul(
+            buffer[bucket.first :][: bucket.width], call.gain if finite else float("nan"), out=out
+        )
         return outcomes
 
-    def finish(self) -> None:
-        """Reduce the remaining buckets, with zeros for parameters without a gradient, and wait for
-        all."""
-        self._ending = None
-        for bucket in self.buckets[self._next :]:
-            for i in range(len(bucket.members)):
-                if i not in bucket.arrived:
-                    self._place(bucket, i)
-            self._launch(bucket)
-        self._wait()
-        self._next, self._local = 0, False
-        for bucket in self.buckets:
-            bucket.arrived.clear()
+    def _reset(self) -> None:
+        super()._reset()
+        self._local = False
+
+    def ended(self) -> None:
         if self._scaler is not None:
             self._tell_scaler()
 
@@ -235,11 +175,6 @@ class Gradients:
             self._marker.grad = torch.zeros_like(self._marker)
         if not self.agreed():
             self._marker.grad.fill_(float("inf"))
-
-    def _wait(self) -> None:
-        futures, self._futures = self._futures, []
-        for future in futures:
-            future.wait()
 
     def synchronize(self) -> None:
         """Reduce, before a step, gradients that were computed under ``no_sync`` or without a

@@ -19,11 +19,10 @@ from typing import Any, Literal
 import torch
 
 from commpress.collectives.channel import Channel
-from commpress.errors import InvalidArgument, StateMismatch
+from commpress.errors import InvalidArgument
 from commpress.integrations.zero.averaging import averaging_check
-from commpress.integrations.zero.elementwise import check_elementwise
 from commpress.integrations.zero.moments import Moments, check_moments
-from commpress.integrations.zero.stored_state import StoredState
+from commpress.integrations.zero.stored_state import StoredOptimizer, StoredState
 from commpress.integrations.zero.streamed import Streamed
 from commpress.integrations.zero.streamed_group import StreamedGroup, streamer_of
 from commpress.integrations.zero.update_chunk import (
@@ -38,14 +37,10 @@ from commpress.integrations.zero.update_chunk import (
 )
 from commpress.integrations.zero.wrapper import (
     MASTER,
-    Wrapper,
     agreed,
     check_groups,
-    like,
     of_every_rank,
-    probe,
     take_options,
-    trainable,
 )
 from commpress.optim.layout import LocalWeights, held_of, is_cut, refuse_held, version_of
 from commpress.optim.optimizer import loss_of
@@ -54,7 +49,6 @@ from commpress.tiered_mem.arena import padded
 from commpress.torch_private import untraced
 from commpress.work import Handed
 
-FORMAT = 1.0
 AHEAD = 2  # chunks that are read during the update of one
 # chunks in memory besides the resident ones: one is updated, others are read, two are written
 UNDER_WAY = AHEAD + 3
@@ -73,7 +67,7 @@ class Meter:
     written: int = 0
 
 
-class Offloaded(Wrapper):
+class Offloaded(StoredOptimizer):
     """Keep the state of an optimizer in a store: ``Offloaded(model.parameters(), torch.optim.AdamW,
     store=store, lr=1e-4)``.
 
@@ -134,26 +128,26 @@ class Offloaded(Wrapper):
                 "moments are quantised on the processor: leave 'device' out of resident="
             )
         super().__init__(
-            params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite
+            params,
+            optimizer,
+            options,
+            commit_every=commit_every,
+            max_grad_norm=max_grad_norm,
+            on_nonfinite=on_nonfinite,
         )
-        places, _ = trainable(self.param_groups, streamed=True)
+        places = self._places
         if max_grad_norm is not None:
             named = [(name, parameter) for group in places for parameter, name, _ in group]
             refuse_held(
                 "Offloaded(max_grad_norm=)", named, "would clip each rank by a factor of its own"
             )
-        check_elementwise(
-            optimizer, options, self.param_groups, device=torch.device("cpu"), in_place=True
-        )
-        self.store, self.prefix, self.commit_every = store, prefix, commit_every
+        self.store, self.prefix = store, prefix
         parameters = [p for group in places for p, _, _ in group]
         self.streamed = _streamer(parameters, store)
         elsewhere = self.streamed.group_of if self.streamed is not None else {}
         self.chunks = chunks(places, max(int(chunk_mb * 1e6 / 4), 1), prefix, elsewhere)
         self._channels = _channels_of(parameters, clipped=max_grad_norm is not None)
         self._of_values = {chunk.values: chunk for chunk in self.chunks if chunk.values}
-        self._optimizer, self._make = optimizer, partial(optimizer, **options)
-        self._moments, self._scalars = probe(optimizer, options)
         self._coded = Moments(store, quantised=moments is not None)
         self.state = StoredState(store, self.chunks, self._moments, self._scalars, self._coded)  # type: ignore[assignment]
         self._index = {own.parameter: own.index for chunk in self.chunks for own in chunk.ranges}
@@ -184,7 +178,7 @@ class Offloaded(Wrapper):
         self._replicas = None if together else averaging_check("Offloaded", names)
         self._hooks = self._watch(parameters)
         if self.streamed is not None:
-            self.streamed.follow(self._take_loaded)
+            self.streamed.follow(self._renewed)
         if self.delayed:
             self._next = {
                 index: torch.empty_like(parameter) for parameter, index in self._index.items()
@@ -234,9 +228,7 @@ class Offloaded(Wrapper):
         """Return this rank's parts of parameters, for streamed ones its ranges in the store."""
         found: list[LocalWeights] = []
         seen: set[int] = set()
-        for parameter, name, _ in (
-            one for group in trainable(self.param_groups, streamed=True)[0] for one in group
-        ):
+        for parameter, name, _ in (one for group in self._places for one in group):
             group = None if self.streamed is None else self.streamed.group_of.get(id(parameter))
             if group is None:
                 found.append(LocalWeights(name, parameter))
@@ -263,16 +255,6 @@ class Offloaded(Wrapper):
             self.streamed.send_gradients(partial(self._take_row, stored))
             parameters = [p for p in parameters if id(p) not in self.streamed.group_of]
         return [stored.hook(p) for p in parameters]
-
-    @torch.no_grad()
-    def _take_loaded(self, name: str) -> None:
-        """Copy loaded values of a streamed parameter to its separate master."""
-        if (chunk := self._of_values.get(name)) and chunk.copied:
-            with (
-                self.store.borrow(chunk.master) as master,
-                self.store.borrow(name, write=False) as values,
-            ):
-                master.copy_(values)
 
     def _take_row(self, into: StoredGradients, group: StreamedGroup, row: torch.Tensor) -> None:
         """Add the mean gradient of this rank's row of a streamed group."""
@@ -325,9 +307,7 @@ class Offloaded(Wrapper):
         else:
             self._measured(factor)
             self._forget()
-        self.steps_done += 1
-        if self.commit_every and self.steps_done % self.commit_every == 0:
-            self.commit()
+        self._ended()
         return loss
 
     @torch.no_grad()
@@ -424,14 +404,7 @@ class Offloaded(Wrapper):
                         self._replicas.note(own.inside(held[WEIGHT]), gradient)
             states = chunk.step(self._make, gradients, held, self._groups)
             self._publish(chunk, held[WEIGHT])
-        chunk.scalars = {key: value for key, value in states[0].items() if key in self._scalars}
-        if not chunk.keys:
-            for key in self._moments:
-                flat = torch.zeros(chunk.numel)
-                for own, state in zip(chunk.ranges, states, strict=True):
-                    own.inside(flat).copy_(state[key])
-                self._coded.put(chunk, key, flat)
-            chunk.keys = list(self._moments)
+        if self._stepped(chunk, states):
             self._settle(chunk)
 
     def _publish(self, chunk: UpdateChunk, weights: torch.Tensor) -> None:
@@ -470,22 +443,13 @@ class Offloaded(Wrapper):
         self.finish()
         return super().state_dict()
 
-    @property
-    def _meta(self) -> str:
-        return f"{self.prefix}/meta"
-
     def commit(self) -> int:
         """Commit the state: a process that is killed afterwards resumes from this step. A delayed
         update is finished first."""
         self.finish()
-        numbers = [FORMAT, float(self._layout()), float(self.steps_done)]
-        for chunk in self.chunks:
-            numbers += [float(chunk.scalars.get(key, -1.0)) for key in self._scalars]
-        self.store.put(self._meta, torch.tensor(numbers, dtype=torch.float64))
-        return self.store.commit()
+        return self._commit([each for c in self.chunks for each in self._floats(c.scalars)])
 
     def _layout(self) -> int:
-        """Return a hash of the places of all parts."""
         bits = ["8 bits"] if self._coded.quantised else []
         ranges = [
             f"{c.number}.{r.group}:{r.name}@{r.start}+{r.numel}"
@@ -518,25 +482,11 @@ class Offloaded(Wrapper):
         return flat
 
     def _resume(self) -> None:
-        with self.store.borrow(self._meta, write=False) as meta:
-            numbers = meta.tolist()
-        if len(numbers) != 3 + len(self._scalars) * len(self.chunks) or numbers[:2] != [
-            FORMAT,
-            float(self._layout()),
-        ]:
-            raise StateMismatch(
-                f"the store has a state {self.prefix!r} of other parameters, chunk_mb or "
-                "optimizer: use those it was made with, or pass another prefix="
-            )
-        self.steps_done = int(numbers[2])
-        values = iter(numbers[3:])
+        numbers = self._committed()
         for chunk in self.chunks:
-            found = {key: next(values) for key in self._scalars}
+            found = self._scalars_of(numbers)
             if self.steps_done:
-                chunk.scalars = {
-                    key: like(self._scalars[key], value) for key, value in found.items()
-                }
-                chunk.keys, chunk.stepped = list(self._moments), True
+                self._restore(chunk, found)
             if not chunk.values:
                 with self.store.borrow(chunk.master, on=chunk.on, write=False) as weight:
                     self._publish(chunk, weight)

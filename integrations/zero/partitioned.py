@@ -9,8 +9,8 @@ Both collectives may be compressed.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import numpy as np
@@ -18,15 +18,13 @@ import torch
 
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.agreement import gathered
-from commpress.collectives.allreduce import Workspace
+from commpress.collectives.allreduce import Call, Workspace
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
 from commpress.collectives.handover import Divided
 from commpress.collectives.reduce_scatter import gather_rows
 from commpress.collectives.residual_state import exact_state, residuals_of
 from commpress.collectives.transports.factory import (
-    AgreeOver,
-    DeviceMesh,
     consensus_over,
     on_reform,
 )
@@ -79,8 +77,6 @@ class Partitioned(Divided, Wrapper):
       that a difference includes the error of the previous one. PowerSGD serves gradients only.
     - ``min_numel``: tensors of fewer elements are sent exactly.
     - ``bucket_mb``: megabytes of parameters that are sent together.
-    - ``max_grad_norm``: clip to this global norm in every step; or call ``clip_grad_norm_`` before
-      ``step``.
     - ``store``: a TieredStore of this rank for its masters and moments. ``prefix``, ``chunk_mb``,
       ``commit_every``, ``resident`` and ``moments`` are then options of ``Offloaded``. Training
       continues from a committed state in the store.
@@ -88,11 +84,14 @@ class Partitioned(Divided, Wrapper):
       reduction.
     - ``on_nonfinite``: "skip" (default) leaves out the step on all ranks if some rank has NaN or
       infinity, "raise" raises.
-    - ``process_group``: ranks that average gradients and divide the state.
-    - ``mesh``: the whole mesh, if parameters are DTensors of tensor parallelism. Ranks with equal
-      shards average gradients and divide the state; all ranks skip steps together and clip to the
-      norm of all gradients. Or pass both groups: ``process_group``, and as ``agree_over`` a process
-      group or DeviceMesh of all ranks that must skip steps together.
+    - ``process_group``: ranks that average gradients and divide the state; the whole DeviceMesh, if
+      parameters are DTensors of tensor parallelism. Ranks with equal shards then average gradients
+      and divide the state; all ranks skip steps together and clip to the norm of all gradients.
+      A pair, as in pipelines: the ranks that average, and a group or DeviceMesh of all ranks that
+      must skip steps together.
+
+    Call ``clip_grad_norm_`` before ``step`` to clip; or set the attribute ``max_grad_norm`` to the
+    global norm to which every step is to clip.
     """
 
     averages_gradients = True  # during backward, so nothing else may
@@ -109,13 +108,10 @@ class Partitioned(Divided, Wrapper):
         weights: str | Codec | Policy = "none",
         min_numel: int = 256,
         bucket_mb: float = 25.0,
-        max_grad_norm: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         on_nonfinite: Literal["skip", "raise"] = "skip",
         store: TieredStore | None = None,
-        mesh: DeviceMesh | None = None,
         process_group: Any = None,
-        agree_over: AgreeOver | None = None,
         **options: Any,
     ) -> None:
         if stage not in (1, 2):
@@ -125,9 +121,7 @@ class Partitioned(Divided, Wrapper):
         if not bucket_mb > 0:
             raise InvalidArgument(f"bucket_mb is {bucket_mb!r}, expected a positive number")
         tiers = {key: options.pop(key) for key in OF_STORE if store is not None and key in options}
-        super().__init__(
-            params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite
-        )
+        super().__init__(params, optimizer, options, max_grad_norm=None, on_nonfinite=on_nonfinite)
         places, self._frozen = trainable(self.param_groups)
         named = [(name, parameter) for group in places for parameter, name, _ in group]
         refuse_held("Partitioned", named, "divides what all ranks hold alike")
@@ -140,21 +134,20 @@ class Partitioned(Divided, Wrapper):
             grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         )
         _check_mixture(named, stage, self.grad_scaler)
-        process_group, agree_over = groups_on(
-            mesh, (parameter for _, parameter in named), process_group, agree_over
+        group, agree_over = (
+            process_group if isinstance(process_group, tuple) else (process_group, None)
         )
+        parameters = [parameter for _, parameter in named]
+        group, agree_over = groups_on(group, parameters, agree_over)
         self.columns = columns_over(
-            [parameter for _, parameter in named],
+            parameters,
             [name for name, _ in named],
-            process_group=process_group,
+            process_group=group,
             agree_over=agree_over,
-            timeout=None,
         )
-        self.consensus = consensus_over(agree_over, process_group, timeout=None)
-        if max_grad_norm is not None:
-            self._check_norm("max_grad_norm", max_grad_norm)
+        self.consensus = consensus_over(agree_over, group)
         self.channel = Channel.among(
-            process_group,
+            group,
             workspace=Workspace(pooled=True),
             at_once=UNORDERED_LIMIT,
             device=device,
@@ -219,15 +212,10 @@ class Partitioned(Divided, Wrapper):
             )
         return self.inner.commit()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Let backward passes inside add up gradients in ``parameter.grad`` on this rank; the next
         one outside reduces the sum."""
-        before, self.gradients.syncing = self.gradients.syncing, False
-        try:
-            yield
-        finally:
-            self.gradients.syncing = before
+        return self.gradients.no_sync()
 
     @untraced
     @torch.no_grad()
@@ -278,7 +266,12 @@ class Partitioned(Divided, Wrapper):
             raise InvalidArgument(
                 f"norm_type is {norm_type!r}, expected 2.0: only the Euclidean norm is supported"
             )
-        self._check_norm("max_norm", max_norm)
+        if self.consensus is not None and self.columns is None:
+            raise InvalidArgument(
+                f"max_norm is {max_norm!r} and all ranks of process_group[1] must agree, but no "
+                "parameter is a DTensor, from which a norm over them could be computed: leave "
+                "clipping out"
+            )
         self.gradients.synchronize()
         # without padding
         parts = [
@@ -307,13 +300,6 @@ class Partitioned(Divided, Wrapper):
         once."""
         return 1.0 if self.columns is None else self.columns.share(own.member.parameter)
 
-    def _check_norm(self, name: str, limit: float) -> None:
-        if self.consensus is not None and self.columns is None:
-            raise InvalidArgument(
-                f"{name} is {limit!r} and agree_over is given, but no parameter is a DTensor, from "
-                "which a norm over these ranks could be computed: leave it out"
-            )
-
     def _every(self, value: float) -> list[float]:
         """Return the values of all ranks."""
         if self.consensus is not None:
@@ -340,12 +326,12 @@ class Partitioned(Divided, Wrapper):
         futures = []
         for bucket in self.buckets:
             count = len(bucket.gather_plan)
-            steps = self._gather(bucket, self.channel.take(count))
+            steps = self._gather(bucket, self.channel.call(count))
             futures.append(self.channel.submit(steps, bucket.flat, waits=count))
         for future in futures:
             future.wait()
 
-    def _gather(self, bucket: ShardedBucket, sequence: int) -> Steps[None]:
+    def _gather(self, bucket: ShardedBucket, call: Call) -> Steps[None]:
         direct = bucket.dtype == torch.float32 and not bucket.lossy_weights
         flat = (
             bucket.flat
@@ -356,10 +342,8 @@ class Partitioned(Divided, Wrapper):
         finite = yield from gather_rows(
             bucket.shard,
             flat,
-            plan=bucket.gather_plan,
-            transport=self.transport,
-            workspace=self.channel.workspace,
-            sequence=sequence,
+            bucket.gather_plan,
+            call,
             base=base,
         )
         if direct:

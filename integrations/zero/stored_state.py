@@ -5,9 +5,10 @@ reads the boxes that make up the range it owns, so a checkpoint does not depend 
 meshes. Numbers are saved as tensors, and nothing is pickled.
 """
 
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,13 +23,15 @@ from commpress.collectives.channel import Channel
 from commpress.collectives.reduce_scatter import gather_rows
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.zero.bucket import OwnedRange, ShardedBucket
+from commpress.integrations.zero.elementwise import check_elementwise
 from commpress.integrations.zero.moments import Moments
 from commpress.integrations.zero.update_chunk import WEIGHT, ChunkRange, UpdateChunk
-from commpress.integrations.zero.wrapper import MASTER, copied, like
+from commpress.integrations.zero.wrapper import MASTER, Wrapper, copied, like, probe, trainable
 from commpress.optim.layout import Columns, alike, box_of, is_cut, local
 from commpress.tiered_mem import TieredStore
 from commpress.work import Steps
 
+FORMAT = 1.0  # of commits
 STEPPED = "stepped"  # entry of a rank's part: 0 for a parameter without a state so far
 
 
@@ -134,6 +137,107 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
             for key in chunk.keys:
                 self._store.delete(chunk.name(key))
             chunk.keys, chunk.scalars, chunk.stepped = [], {}, False
+
+
+class StoredOptimizer(Wrapper):
+    """Base of optimizers whose ``chunks`` are in a ``store``, with moments read and written by
+    ``_coded``."""
+
+    store: TieredStore
+    prefix: str
+    chunks: list[UpdateChunk]
+    _coded: Moments
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer: type[torch.optim.Optimizer],
+        options: dict[str, Any],
+        *,
+        commit_every: int,
+        max_grad_norm: float | None,
+        on_nonfinite: Literal["skip", "raise"],
+    ) -> None:
+        super().__init__(
+            params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite
+        )
+        self._places, _ = trainable(self.param_groups, streamed=True)
+        check_elementwise(
+            optimizer, options, self.param_groups, device=torch.device("cpu"), in_place=True
+        )
+        self.commit_every = commit_every
+        self._optimizer, self._make = optimizer, partial(optimizer, **options)
+        self._moments, self._scalars = probe(optimizer, options)
+
+    def _stepped(self, chunk: UpdateChunk, states: Sequence[dict[str, Any]]) -> bool:
+        """Keep what a step has left besides weights; return whether this was the first step of the
+        chunk."""
+        chunk.scalars = {key: value for key, value in states[0].items() if key in self._scalars}
+        if chunk.keys:
+            return False
+        for key in self._moments:
+            flat = torch.zeros(chunk.numel)
+            for own, state in zip(chunk.ranges, states, strict=True):
+                own.inside(flat).copy_(state[key])
+            self._coded.put(chunk, key, flat)
+        chunk.keys = list(self._moments)
+        return True
+
+    @torch.no_grad()
+    def _renewed(self, values: str) -> None:
+        """Copy stored values that were written, by name, to their separate master."""
+        for chunk in self.chunks:
+            if chunk.values == values and chunk.copied:
+                with (
+                    self.store.borrow(chunk.master) as master,
+                    self.store.borrow(values, write=False) as held,
+                ):
+                    master.copy_(held)
+
+    # ------------------------------------------------------------ commits
+
+    def commit(self) -> int:
+        raise NotImplementedError
+
+    def _ended(self) -> None:
+        """End a step: commit if it is time."""
+        self.steps_done += 1
+        if self.commit_every and self.steps_done % self.commit_every == 0:
+            self.commit()
+
+    def _layout(self) -> int:
+        """Return a hash of the places of all parts."""
+        raise NotImplementedError
+
+    @property
+    def _meta(self) -> str:
+        return f"{self.prefix}/meta"
+
+    def _floats(self, state: Mapping[str, Any]) -> list[float]:
+        return [float(state.get(key, -1.0)) for key in self._scalars]
+
+    def _commit(self, numbers: Sequence[float]) -> int:
+        head = [FORMAT, float(self._layout()), float(self.steps_done)]
+        self.store.put(self._meta, torch.tensor([*head, *numbers], dtype=torch.float64))
+        return self.store.commit()
+
+    def _committed(self) -> Iterator[float]:
+        """Set the number of steps to the committed one, and return the other numbers."""
+        with self.store.borrow(self._meta, write=False) as meta:
+            numbers = meta.tolist()
+        if numbers[:2] != [FORMAT, float(self._layout())]:
+            raise StateMismatch(
+                f"the store has a state {self.prefix!r} of other parameters, chunk_mb or "
+                "optimizer: use those it was made with, or pass another prefix="
+            )
+        self.steps_done = int(numbers[2])
+        return iter(numbers[3:])
+
+    def _scalars_of(self, numbers: Iterator[float]) -> dict[str, Any]:
+        return {key: like(example, next(numbers)) for key, example in self._scalars.items()}
+
+    def _restore(self, chunk: UpdateChunk, scalars: dict[str, Any]) -> None:
+        chunk.scalars, chunk.keys, chunk.stepped = scalars, list(self._moments), True
 
 
 class Slice(torch.Tensor):
@@ -288,10 +392,8 @@ class PartitionedState:
         yield from gather_rows(
             row,
             flat,
-            plan=bucket.exact_plan,
-            transport=self._channel.transport,
-            workspace=self._channel.workspace,
-            sequence=self._channel.take(len(bucket.exact_plan)),
+            bucket.exact_plan,
+            self._channel.call(len(bucket.exact_plan)),
         )
         return flat
 

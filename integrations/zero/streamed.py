@@ -13,7 +13,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -152,8 +151,8 @@ class Streamed(Divided, NotCopied):
         if self.transport.size == 1:
             group.load(self.store, group.flat)
             return
-        sequence = self.channel.take(len(group.gather_plan))
-        self.channel.submit(group.gather(self.store, self.channel, sequence), group.flat).wait()
+        call = self.channel.call(len(group.gather_plan))
+        self.channel.submit(group.gather(self.store, call), group.flat).wait()
 
     def _start(self, *_: Any) -> None:
         """Check, before the model's forward, that the values kept in memory are those of the last
@@ -365,7 +364,6 @@ def stream(
     weights: str | os.PathLike[str] | None = None,
     initialize: Callable[[nn.Module], object] | None = None,
     process_group: Any = None,
-    timeout: timedelta | None = None,
 ) -> Streamed:
     """Move the parameters of ``model`` into ``store``: a block's parameters are in memory only
     while it computes.
@@ -390,9 +388,7 @@ def stream(
     """
     _check(model, chunk_mb, keep)
     return_large_blocks()
-    channel = Channel.among(
-        process_group, timeout=timeout, workspace=Workspace(pooled=True), at_once=1
-    )
+    channel = Channel.among(process_group, workspace=Workspace(pooled=True), at_once=1)
     fresh = on_memory(model)
     specs = group_specs(model, blocks, keep)
     numel = max(int(chunk_mb * 1e6 / 4), 1)

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from commpress.collectives.channel import Channel
+from commpress.collectives.allreduce import Call
 from commpress.collectives.reduce_scatter import gather_rows
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.bucket import ALIGN, FlatGroup, Member, Numbered
@@ -172,22 +172,15 @@ class StreamedGroup(FlatGroup):
                 if other is member:
                     yield stored, place, slice(first, first + place.stop - place.start)
 
-    def gather(self, store: TieredStore, channel: Channel, sequence: int) -> Steps[None]:
+    def gather(self, store: TieredStore, call: Call) -> Steps[None]:
         """Gather the rows of all ranks, through scratch memory, because arrays that kernels see
         would fix the size of the storage."""
-        row = channel.workspace.lend(self.width, torch.float32, self.device)
-        flat = channel.workspace.lend(self.numel, torch.float32, self.device)
+        row = call.workspace.lend(self.width, torch.float32, self.device)
+        flat = call.workspace.lend(self.numel, torch.float32, self.device)
         self.load(store, row)
-        yield from gather_rows(
-            row,
-            flat,
-            plan=self.gather_plan,
-            transport=channel.transport,
-            workspace=channel.workspace,
-            sequence=sequence,
-        )
+        yield from gather_rows(row, flat, self.gather_plan, call)
         self.flat.copy_(flat)
-        channel.workspace.take_back(row, flat)
+        call.workspace.take_back(row, flat)
 
 
 class StreamedWeights(LocalWeights):

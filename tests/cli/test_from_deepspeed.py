@@ -339,7 +339,7 @@ def test_the_command_prints_a_program(tmp_path, capsys):
     assert cli.main(["from-deepspeed", str(file)]) == 0
     out = capsys.readouterr().out
     compile(out, "program", "exec")
-    assert "max_grad_norm=0.5" in out
+    assert "optimizer.max_grad_norm = 0.5" in out
     assert "# - the model stays bare" in out
 
 

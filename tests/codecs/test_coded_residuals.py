@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 import commpress
 from commpress.codecs import codec_named, policy_of
-from commpress.collectives.allreduce import Workspace, settle
+from commpress.collectives.allreduce import Call, Workspace, settle
 from commpress.collectives.reduce_scatter import Part, deals, reduce_rows
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.loopback import Loopback, simulate
@@ -55,11 +55,8 @@ class World:
                     inputs[r].clone(),
                     outs[r],
                     self.feedbacks[r],
-                    plan=self.plans[r],
-                    transport=self.transports[r],
-                    workspace=self.workspaces[r],
-                    sequence=self.step * 10,
-                    key=self.step,
+                    self.plans[r],
+                    Call(self.transports[r], self.workspaces[r], self.step * 10, self.step),
                 )
                 for r in range(RANKS)
             ]
@@ -169,7 +166,7 @@ def kept_bytes(*every: Plan) -> list[tuple[dict[str, int], int, list[float], boo
 
 
 def test_what_a_rank_keeps_is_what_the_formula_says_and_a_byte_of_a_nodes_share_is_an_eighth(pool):
-    hops = {"inside": "none", "topology": NODES}
+    hops = {"topology": NODES}
     plans = [
         Plan(
             codec="int4",

@@ -240,8 +240,8 @@ def test_nothing_is_lost_in_levels(nodes, factors):
         total += torch.stack(buffers).double().mean(0)
         for channel, exchanges, buffer in zip(channels, sets, buffers, strict=True):
             exchange = exchanges.of((), lambda: (spans, shapes), CPU)
-            sequence = channel.take(exchange.sequences)
-            jobs.append(exchange.steps(channel, buffer, sequence=sequence, key=step))
+            call = channel.call(exchange.sequences, step)
+            jobs.append(exchange.steps(channel, buffer, call))
         for outcomes in simulate(jobs):
             settle(outcomes, taken=True)
         assert all(torch.equal(buffers[0], other) for other in buffers)
@@ -433,9 +433,7 @@ def test_what_rows_left_behind_is_sent_when_tensors_travel_whole(loaded):
         mean, jobs = torch.stack(buffers).double().mean(0), []
         for each, channel, buffer in zip(of, channels, buffers, strict=True):
             exchange = each.of(("w",), lambda: ([Span("w", 0, shape.numel())], [shape]), CPU)
-            jobs.append(
-                exchange.steps(channel, buffer, sequence=channel.take(exchange.sequences), key=step)
-            )
+            jobs.append(exchange.steps(channel, buffer, channel.call(exchange.sequences, step)))
         for outcomes in simulate(jobs):
             settle(outcomes, taken=True)
         return mean - buffers[0].double()

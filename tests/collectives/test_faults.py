@@ -15,9 +15,10 @@ from commpress.codecs import codec_named
 from commpress.collectives.allreduce import Call, Workspace, compressed_allreduce, reduce_message
 from commpress.collectives.buckets import one_message
 from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, Frame
-from commpress.collectives.transports.loopback import Faulty, Loopback, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import CommunicationError, Corrupted, Mismatch, PeerFailure
 from commpress.work import run
+from faulty import Faulty
 from ranks import meet
 from variants import few
 from ways import transport_by
@@ -252,8 +253,9 @@ def test_what_a_peer_had_sent_before_it_went_is_waited_for(mortal):
 def lose_a_rank_in_backward(how, seconds):
     """Rank 2 has reduced the bucket of its last layer with the others when it goes, and owes them
     the next."""
-    ddp, model = linear(bucket_cap_mb=0.01)
-    commpress.compress(ddp, min_numel=8, timeout=timedelta(seconds=seconds))
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    ddp, model = linear(bucket_cap_mb=0.01, process_group=group)
+    commpress.compress(ddp, min_numel=8)
     for _ in range(3):
         backward(ddp)
     if dist.get_rank() == 2:

@@ -25,7 +25,7 @@ from commpress.codecs import policy_of
 from commpress.codecs.family import NAMES
 from commpress.collectives.agreement import gathered
 from commpress.collectives.all_to_all.all_to_all import Way, compressed_all_to_all
-from commpress.collectives.allreduce import Workspace, compressed_allreduce
+from commpress.collectives.allreduce import Call, Workspace, compressed_allreduce
 from commpress.collectives.frame import HEADER, rows_of
 from commpress.collectives.reduce_scatter import Part, deals, gather_rows, reduce_rows
 from commpress.collectives.topology import Topology, agree
@@ -118,11 +118,11 @@ def sharded_and_gathered(hop, transport):
     plan = deals(
         [Part("w", 0, 100, 300)], policy_of("int8", min_numel=0), rank=transport.rank, ranks=ranks
     )
-    options = {"plan": plan, "transport": transport, "workspace": Workspace()}
+    call = Call(transport, Workspace())
     if hop == "scatter":
-        yield from reduce_rows(torch.arange(300.0), row, [None] * len(plan), sequence=0, **options)
+        yield from reduce_rows(torch.arange(300.0), row, [None] * len(plan), plan, call)
     else:
-        yield from gather_rows(row, torch.empty(300), sequence=0, **options)
+        yield from gather_rows(row, torch.empty(300), plan, call)
 
 
 STEPS = {

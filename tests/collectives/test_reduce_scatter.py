@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from commpress.codecs import ByName, codec_named, policy_of
 from commpress.codecs.family import NAMES
 from commpress.collectives import reduce_scatter
-from commpress.collectives.allreduce import Workspace
+from commpress.collectives.allreduce import Call, Workspace
 from commpress.collectives.frame import HEADER
 from commpress.collectives.reduce_scatter import Part, deals, decode_rows, gather_rows, reduce_rows
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
@@ -58,7 +58,7 @@ class World:
         ]
         self.transports = [Recorded(t) for t in Loopback(ranks).transports()]
         self.calls = [
-            {"plan": plan, "transport": transport, "workspace": Workspace(checksum=True)}
+            (plan, Call(transport, Workspace(checksum=True)))
             for plan, transport in zip(self.plans, self.transports, strict=True)
         ]
 
@@ -80,16 +80,18 @@ class World:
     def run(self, steps):
         """``steps`` of each rank, with what all calls have in common."""
         self.step += 1
-        options = {"sequence": 100 * self.step, "key": self.step}
-        return simulate([steps(r, call | options) for r, call in enumerate(self.calls)])
+        now = {"sequence": 100 * self.step, "key": self.step}
+        return simulate(
+            [steps(r, plan, call._replace(**now)) for r, (plan, call) in enumerate(self.calls)]
+        )
 
     def reduce(self, inputs, gain=1.0):
         """The mean, put together from what each rank owns."""
         outs = [torch.zeros(self.stride) for _ in range(self.size)]
 
-        def steps(r, call):
+        def steps(r, plan, call):
             buffer = self.rows(inputs[r]).view(-1)
-            return reduce_rows(buffer, outs[r], self.feedbacks[r], gain=gain, **call)
+            return reduce_rows(buffer, outs[r], self.feedbacks[r], plan, call._replace(gain=gain))
 
         outcomes = self.run(steps)
         self.finite = [all(o.finite for o in rank) for rank in outcomes]
@@ -99,7 +101,7 @@ class World:
 
     def gather(self, rows, bases=None):
         outs = [torch.zeros(self.size * len(rows[0])) for _ in range(self.size)]
-        self.run(lambda r, call: gather_rows(rows[r], outs[r], base=bases and bases[r], **call))
+        self.run(lambda r, *call: gather_rows(rows[r], outs[r], *call, base=bases and bases[r]))
         return outs
 
     def sent(self):
@@ -186,8 +188,8 @@ def test_bfloat16_gives_what_float32_and_a_cast_give(monkeypatch):
     for start, options in ((torch.zeros_like(held), {}), (held, {"add": True})):
         outs, kept = [start.clone() for _ in range(3)], [[], [], []]
 
-        def steps(r, call, outs=outs, kept=kept, options=options):
-            return gather_rows(narrow[r], outs[r], kept=kept[r], **options, **call)
+        def steps(r, plan, call, outs=outs, kept=kept, options=options):
+            return gather_rows(narrow[r], outs[r], plan, call, kept=kept[r], **options)
 
         world.run(steps)
         for r in range(3):
@@ -252,8 +254,7 @@ def test_two_hops_with_the_codec_none_equal_one(nodes, local):
     between = [Loopback(nodes) for _ in range(local)]
 
     def hop(buffer, out, plan, transport):
-        options = {"plan": plan, "transport": transport, "workspace": Workspace(), "sequence": 0}
-        return reduce_rows(buffer, out, [None] * len(plan), **options)
+        return reduce_rows(buffer, out, [None] * len(plan), plan, Call(transport, Workspace()))
 
     def rank_steps(rank):
         node, place = divmod(rank, local)

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from commpress.collectives.channel import Channel
-from commpress.collectives.transports.loopback import Faulty, Loopback, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import Corrupted, InvalidArgument, PeerFailure, StateMismatch
 from commpress.integrations.elastic.healing import dealt, hash_of, nbytes, packed, unpacked
 from commpress.integrations.elastic.shared_state import SharedState, heal
+from faulty import Faulty
 
 
 def trained(seed=0, steps=3):

@@ -434,7 +434,9 @@ def test_chunks_change_no_bit(pool, codec):
 
 def other_numbers_of_chunks():
     batch, rank = Batch(2, 4, 2, 1), dist.get_rank()
-    exchange = commpress.ExpertExchange(4, timeout=timedelta(seconds=20))
+    exchange = commpress.ExpertExchange(
+        4, process_group=dist.new_group(timeout=timedelta(seconds=20))
+    )
     given_ = batch.tokens[rank], batch.topk[rank], batch.gates[rank], identity
     error = caught(exchange, *given_, chunks=2 + rank)
     return type(error), error.ranks

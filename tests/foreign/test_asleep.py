@@ -99,8 +99,8 @@ def moves(name, codec, steps):
         jobs = []
         for channel, exchanges, buffer in zip(channels, sets, buffers, strict=True):
             exchange = exchanges.of((), lambda: (spans, shapes), buffer.device)
-            sequence = channel.take(exchange.sequences)
-            jobs.append(exchange.steps(channel, buffer, sequence=sequence, key=step))
+            call = channel.call(exchange.sequences, step)
+            jobs.append(exchange.steps(channel, buffer, call))
         for outcomes in simulate(jobs):
             settle(outcomes, taken=True)
         for p, mean in zip(

@@ -9,7 +9,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import commpress
 from commpress.collectives import exact_rows
-from commpress.collectives.allreduce import Workspace
 from commpress.collectives.channel import Channel
 from commpress.errors import InvalidArgument
 from fsdp_twin import Plan, both, equal
@@ -126,16 +125,9 @@ def gather(kind: str, dtype: torch.dtype, numel: int) -> int:
     plan = exact_rows.exact_messages(numel, channel.size, dtype)
     for learn in (True, False):
         out, before = torch.empty(numel * channel.size, dtype=dtype), channel.sent_bytes
-        sequence = channel.take(2 * len(plan))
         channel.run(
             exact_rows.gather_exactly(
-                row(channel.rank),
-                out,
-                plan=plan,
-                transport=channel.transport,
-                workspace=Workspace(),
-                sequence=sequence,
-                learn=learn,
+                row(channel.rank), out, plan, channel.call(2 * len(plan)), learn=learn
             )
         )
         for rank, part in enumerate(out.view(channel.size, -1)):

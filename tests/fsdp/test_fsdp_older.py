@@ -81,4 +81,4 @@ def test_the_policy_raise_raises_on_every_rank_after_backward(pool):
     for said in pool.run(raising, size=2):
         ((step, words),) = said
         assert step == 1
-        assert "No residual was changed" in words
+        assert "No residual of theirs was changed" in words

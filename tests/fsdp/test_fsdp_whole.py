@@ -22,7 +22,7 @@ MIXED = commpress.ByName(
 )
 CODECS = {"powersgd": LOW_RANK, "mixed": MIXED}
 PLAN = Plan(weights=None, steps=4)
-PAIRS = {"inside": "none", "topology": Topology(((0, 1), (2, 3)))}
+PAIRS = {"topology": Topology(((0, 1), (2, 3)))}
 # others are rounded twice at the end of a vector
 HALF = replace(PLAN, model_dtype=torch.bfloat16, lr=0.125, momentum=0.0)
 
@@ -184,19 +184,22 @@ def test_a_rank_that_is_not_finite_changes_no_residual_or_basis(pool, size, opti
 def refused() -> None:
     nodes = Topology(((0,), (1,)) if dist.get_world_size() == 2 else ((0,),))
     for options, message in (
-        ({"weights": "powersgd-4"}, "weights is 'powersgd/4/2' .* compresses whole tensors"),
+        (
+            {"weights": "powersgd-4"},
+            "weights has the codec 'powersgd/4/2' .* compresses whole tensors",
+        ),
         (
             {"weights": commpress.Difference("powersgd-2")},
-            "weights is 'powersgd/2/2' .* compresses whole tensors",
+            "weights has the codec 'powersgd/2/2' .* compresses whole tensors",
         ),
-        ({"weights": LOW_RANK}, "weights is 'powersgd/2/2' .* rows of weights only"),
+        ({"weights": LOW_RANK}, "weights has the codec 'powersgd/2/2' .* rows of weights only"),
         (
-            {"codec": "powersgd-2", "inside": "int8", "topology": nodes},
-            "inside is 'int8/256' for .* inside='none'",
+            {"codec": "powersgd-2", "topology": (nodes, "int8")},
+            "topology has the codec 'int8/256' for .* pass the nodes alone",
         ),
         (
-            {"codec": "int4", "inside": "powersgd-8", "topology": nodes},
-            "inside is 'powersgd/8/2' .* choose a codec of rows",
+            {"codec": "int4", "topology": (nodes, "powersgd-8")},
+            "topology has the codec 'powersgd/8/2' .* choose a codec of rows",
         ),
     ):
         model = Net()
@@ -208,7 +211,7 @@ def refused() -> None:
     commpress.compress_fsdp(model, "powersgd-2", None)
     model = Net()
     fully_shard(model)
-    commpress.compress_fsdp(model, "powersgd-2", None, inside="none", topology=nodes)
+    commpress.compress_fsdp(model, "powersgd-2", None, topology=(nodes, "none"))
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -10,6 +10,12 @@ import commpress
 from small_store import open_store
 from variants import seldom
 
+
+def clipping(optimizer):
+    optimizer.max_grad_norm = 0.1
+    return optimizer
+
+
 STEPS = 6
 MAKERS = {
     "OneBitAdam": lambda p, _: commpress.OneBitAdam(p, lr=0.01, exact_steps=2),
@@ -18,9 +24,7 @@ MAKERS = {
     "ShardedOneBitAdam": lambda p, _: commpress.ShardedOneBitAdam(p, lr=0.01, exact_steps=2),
     "ShardedZeroOneAdam": lambda p, _: commpress.ShardedZeroOneAdam(p, lr=0.01),
     "LocalUpdates": lambda p, _: commpress.LocalUpdates(torch.optim.SGD(p, lr=0.01), every=2),
-    "Partitioned": lambda p, _: commpress.Partitioned(
-        p, torch.optim.AdamW, lr=0.01, max_grad_norm=0.1
-    ),
+    "Partitioned": lambda p, _: clipping(commpress.Partitioned(p, torch.optim.AdamW, lr=0.01)),
     "Offloaded": lambda p, store: commpress.Offloaded(p, torch.optim.AdamW, store=store, lr=0.01),
 }
 

@@ -212,5 +212,5 @@ def test_bad_arguments_are_named():
         replicas(factor_change=1.5)
     with pytest.raises(InvalidArgument, match="bias_correction is True"):
         replicas(bias_correction=True)
-    with pytest.raises(InvalidArgument, match="seed is 'x'"):
-        replicas(seed="x")
+    with pytest.raises(InvalidArgument, match="OneBitLamb got seed=3, which it does not take"):
+        replicas(seed=3)

@@ -74,7 +74,7 @@ def test_bytes_are_those_of_the_real_collectives(compiled, nodes, ranks, codec, 
             levels=channel.levels,
         ).of((bucket,), bucket.tensors, torch.device("cpu"))
         channels.append(channel)
-        steps.append(exchange.steps(channel, torch.randn(bucket.numel), sequence=0, key=0))
+        steps.append(exchange.steps(channel, torch.randn(bucket.numel), channel.call(0)))
     simulate(steps)
     model, training = Model(tuple(reversed(shapes))), Training(0.0, 1.0, 0.0, (1.0,))
     assert [each.spans for each in model.buckets()] == [bucket.spans]

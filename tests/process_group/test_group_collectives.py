@@ -19,7 +19,7 @@ import commpress.integrations.process_group.inner as inner
 import commpress.integrations.process_group.reducer as reducer
 from commpress.codecs import policy_of
 from commpress.collectives.all_to_all.all_to_all import Way, compressed_all_to_all
-from commpress.collectives.allreduce import Workspace, settle
+from commpress.collectives.allreduce import Call, Workspace, settle
 from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
@@ -164,11 +164,8 @@ def scatter_twin(size, codec, op, dtype):
                     gradient(r, step, size, dtype),
                     outs[r],
                     owed[r],
-                    plan=plans[r],
-                    transport=ends[r],
-                    workspace=Workspace(),
-                    sequence=step,
-                    key=step,
+                    plans[r],
+                    Call(ends[r], Workspace(), step, step),
                 )
                 for r in range(size)
             ]
@@ -244,10 +241,8 @@ def test_all_gathers_equal_the_simulation_in_bits_and_bytes(pool, tmp_path, dtyp
                 gather_rows(
                     numbers(10 * step + r, ROW, dtype),
                     outs[r],
-                    plan=plans[r],
-                    transport=t,
-                    workspace=Workspace(),
-                    sequence=0,
+                    plans[r],
+                    Call(t, Workspace()),
                 )
                 for r, t in enumerate(Loopback(size).transports())
             ]
@@ -473,10 +468,9 @@ def levels_twin(topology, codec):
     results = []
     for step in range(STEPS):
         buffers = [numbers(10 * step + r, 4000) for r in range(topology.size)]
-        sequence = step * exchanges[0].sequences
         for outcomes in simulate(
             [
-                e.steps(c, b, sequence=sequence, key=step)
+                e.steps(c, b, c.call(e.sequences, step))
                 for e, c, b in zip(exchanges, channels, buffers, strict=True)
             ]
         ):
@@ -592,8 +586,8 @@ def test_a_state_of_something_else_is_refused_by_name(pool, tmp_path):
         wanted = (
             "with the codecs",
             "load each rank's own",
-            "is of 5 ranks",
-            "expected a state_dict() of a group",
+            "of 5, this is rank",
+            "expected what state_dict()",
             "of another version",
             "topology",
         )

@@ -284,7 +284,7 @@ def reduce_gradients(
 ) -> None:
     """Every parameter by itself; one that nobody used keeps its None, as in
     DistributedDataParallel."""
-    key = plan.state.get("seed", 0) * 1_000_003 + plan.first + count
+    key = plan.first + count
     feedback = plan.state.get("error_feedback", True)
     for i, name in enumerate(dict(models[0].named_parameters())):
         parameters = [dict(model.named_parameters())[name] for model in models]
