@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import islice
-from time import monotonic, sleep
 from typing import TypeVar
 
 import numpy as np
@@ -27,15 +26,9 @@ CHUNK = 1 << 20  # bytes of a file that are asked for at once
 def read_head(place: ReadablePlace, after: int = 0, wait: float = 0.0) -> HeadRecord | None:
     """The head, after up to ``wait`` seconds if it has nothing later than ``after``; None if
     nothing was published yet."""
-    ends = monotonic() + wait
-    while True:
-        head, left = None, ends - monotonic()
-        with suppress(FileNotFoundError):
-            head = records.unpack(HeadRecord, place.head(after, max(left, 0.0)))
-        if left <= 0 or (head is not None and head.newest > after):
-            return head
-        if head is None:
-            sleep(min(left, 0.1))  # before the first version there is no head to wait at
+    with suppress(FileNotFoundError):
+        return records.unpack(HeadRecord, place.head(after, wait))
+    return None
 
 
 def up_to_date(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from commpress.errors import CommunicationError, Corrupted, InvalidArgument
-from commpress.integrations.weights import http_place
+from commpress.integrations.weights import http_place, places
 from commpress.weights import Publisher, Receiver, WeightServer, pull, verify
 
 KEY, OTHER = b"k" * 40, b"o" * 40
@@ -314,3 +314,40 @@ def test_a_stranger_at_a_relay_reads_nothing(server):
     for name in ("/head", "/head?after=0&seconds=9.000", "/v000000000000001"):
         assert asked(relay, name) == (401, b"")
     relay.close()
+
+
+def test_twenty_readers_that_wait_look_into_the_folder_as_often_as_one(tmp_path, monkeypatch):
+    """At most twenty times a second; and one that comes late need not wait with them."""
+    looks, read = [], places.FolderPlace.look
+    monkeypatch.setattr(
+        places.FolderPlace, "look", lambda *args: looks.append(args[0]) or read(*args)
+    )
+    weights = {"w": torch.zeros(100)}
+    with Publisher(weights, tmp_path / "run") as publisher:
+        publisher.publish()
+        server = WeightServer(tmp_path / "run", key=KEY)
+        readers, came = [Receiver(server.url, key=KEY) for _ in range(20)], []
+        for reader in readers:
+            reader.prepare()
+            reader.install()
+
+        def wait(reader):
+            came.append(reader.prepare(wait=30))
+
+        waiting = [threading.Thread(target=wait, args=[reader]) for reader in readers]
+        for thread in waiting:
+            thread.start()
+        time.sleep(0.5)  # all of them are there
+        looks.clear()
+        begins = time.monotonic()
+        time.sleep(1.5)
+        count, seconds = len(looks), time.monotonic() - begins
+        late, begins = Receiver(server.url, key=KEY), time.monotonic()
+        assert late.prepare(wait=30) == 1
+        assert time.monotonic() - begins < 10
+        publisher.publish()
+        for thread in waiting:
+            thread.join()
+    assert came == [2] * 20
+    assert 2 <= count <= 20 * seconds + 2
+    server.close()
