@@ -233,6 +233,21 @@ MUTANTS = [
         "tests/weights/test_receiving.py",
     ),
     Mutant(
+        "a tensor that is sharded anew is published as it was before",
+        "integrations/weights/own_part.py",
+        "                if (name, now, tensor.shape, own.shape) == (*described, piece.size):",
+        "                if True:",
+        "tests/weights/test_weights_misuse.py",
+    ),
+    Mutant(
+        "every reader that waits looks by itself",
+        "integrations/weights/places.py",
+        "        if self._looking.acquire(timeout=seconds):",
+        "        self._looking = threading.Lock()
+        if self._looking.acquire(timeout=seconds):",
+        "tests/weights/test_weights_http.py",
+    ),
+    Mutant(
         "a block is not compared with its hash",
         "integrations/weights/replay.py",
         "            if hash_of(content, part, block) != int(record.hashes[part][block]):",

@@ -89,10 +89,11 @@ class FolderPlace(ReadablePlace):
         super().__init__()
         self._path = Path(path)
         if make:
-            self._path.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # perhaps as a file
+                self._path.mkdir(parents=True)
         if not self._path.is_dir():
             raise InvalidArgument(
-                f"{str(path)!r} is no folder, expected one that a publisher has written to"
+                f"{str(path)!r} is no folder, expected one that a publisher writes to"
             )
 
     def __str__(self) -> str:

@@ -95,7 +95,7 @@ class Publisher:
                     "what rank 0 writes: name a folder that all ranks share, or an object store"
                 )
             prefix = f"published/{run}/"
-            self._part = OwnPart(self._layout, self._gather.rank, tensors, store, prefix)
+            self._part = OwnPart(self._layout, self._gather.rank, tensors, dtype, store, prefix)
             self._versions = tuple(records.ListedVersion(*each) for each in versions)
             self._held = records.VersionRecord(run, epoch)
             if versions:

@@ -13,6 +13,7 @@ from commpress.checksum import checksum_of
 from commpress.errors import Damaged, StateMismatch
 from commpress.integrations.weights import weight_records as records
 from commpress.integrations.weights.places import AT_ONCE, ReadablePlace
+from commpress.integrations.weights.weight_layout import host_zeros
 from commpress.integrations.weights.weight_records import HeadRecord, PayloadFile, VersionRecord
 from commpress.kernels.cpu.exact import decode
 
@@ -39,6 +40,12 @@ def up_to_date(
     StateMismatch if it is that of another run, or of an older copy of the one held."""
     head = read_head(place, held.version, wait)
     for turn in range(TRIES, -1, -1):
+        if head is None and held.version:
+            raise Damaged(
+                f"{place} has no versions any more, version {held.version} is held: bring them "
+                "back, or make a new Receiver",
+                file=records.HEAD_NAME,
+            )
         if head is not None:
             check_run(held, head)
             if head.newest < held.version:
@@ -204,7 +211,7 @@ class Rebuilder:
         if part not in self._recent or self._recent[part][0] != block:
             pieces = self.blocks[part][block]
             numel = sum(piece.numel for piece in pieces)
-            content = torch.zeros(numel, dtype=self.layout.numbers(pieces[0]).dtype)
+            content = host_zeros([numel], self.layout.numbers(pieces[0]).dtype)
             self.into(part, block, content)
             self._recent[part] = block, content
         return self._recent[part][1]
