@@ -240,11 +240,10 @@ MUTANTS = [
         "tests/weights/test_weights_misuse.py",
     ),
     Mutant(
-        "every reader that waits looks by itself",
+        "a server looks for a newer version two hundred times a second",
         "integrations/weights/places.py",
-        "        if self._looking.acquire(timeout=seconds):",
-        "        self._looking = threading.Lock()
-        if self._looking.acquire(timeout=seconds):",
+        "LOOK = 0.05  # seconds",
+        "LOOK = 0.005  # seconds",
         "tests/weights/test_weights_http.py",
     ),
     Mutant(
