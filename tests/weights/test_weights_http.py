@@ -166,7 +166,7 @@ def test_an_answer_of_a_wrong_size_is_refused(folder):
 
 
 def test_strangers_that_hold_all_connections_make_room_for_readers(server, monkeypatch):
-    monkeypatch.setattr(server._server, "at_once", 8)
+    monkeypatch.setattr(server, "at_once", 8)
     idle = [socket.create_connection((server.host, server.port)) for _ in range(20)]
     for connection in idle[::2]:
         connection.sendall(b"GET /head HTTP/1.1\r\nX-Slow: ")
@@ -177,7 +177,7 @@ def test_strangers_that_hold_all_connections_make_room_for_readers(server, monke
 
 
 def test_a_stranger_that_says_nothing_is_cut_off(server, monkeypatch):
-    monkeypatch.setattr(server._server, "stranger_seconds", 0.2)
+    monkeypatch.setattr(server, "stranger_seconds", 0.2)
     with socket.create_connection((server.host, server.port)) as connection:
         connection.settimeout(20)
         assert connection.recv(1) == b""
@@ -187,7 +187,7 @@ def test_a_connection_that_breaks_is_made_again(server):
     reader = Receiver(server.url, key=KEY)
     assert reader.prepare(1) == 1
     reader.install()
-    server._server.cut(lambda ends, stranger: True)
+    server.cut(lambda ends, stranger: True)
     time.sleep(0.05)
     assert reader.prepare() == 3
     server.close()

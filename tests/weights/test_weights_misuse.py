@@ -1,4 +1,4 @@
-"""What goes wrong around published weights is refused or survived: models that change under a
+"""Misuse and misfortune around published weights is refused or survived: models that change under a
 publisher, places that vanish or are full, modes and clocks of the process."""
 
 import resource
