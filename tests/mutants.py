@@ -254,6 +254,20 @@ MUTANTS = [
         "tests/weights/test_receiving.py",
     ),
     Mutant(
+        "a tensor that is sharded anew is published as it was before",
+        "integrations/weights/own_part.py",
+        "                if (name, now, tensor.shape, own.shape) == (*described, piece.size):",
+        "                if True:",
+        "tests/weights/test_weights_misuse.py",
+    ),
+    Mutant(
+        "a server looks for a newer version two hundred times a second",
+        "integrations/weights/places.py",
+        "LOOK = 0.05  # seconds",
+        "LOOK = 0.005  # seconds",
+        "tests/weights/test_weights_http.py",
+    ),
+    Mutant(
         "a block is not compared with its hash",
         "integrations/weights/replay.py",
         "            if hash_of(content, part, block) != int(record.hashes[part][block]):",

@@ -34,15 +34,19 @@ def tensors_of(source: Source) -> Callable[[], Tensors]:
             for k, v in source.state_dict(keep_vars=True).items()
             if isinstance(v, torch.Tensor)
         }
-    if callable(source):
-        return source
-    given = dict(source)
-    if bad := [name for name, value in given.items() if not isinstance(value, torch.Tensor)]:
-        raise InvalidArgument(
-            f"{bad[0]!r} is a {type(given[bad[0]]).__name__}, expected names with tensors, or a "
-            "module"
-        )
-    return lambda: given
+    given = None if callable(source) else dict(source)
+
+    def checked() -> Tensors:
+        found = source() if callable(source) else given or {}
+        for name, value in found.items():
+            if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+                raise InvalidArgument(
+                    f"{name!r} is a {type(value).__name__}, expected names with tensors, or a "
+                    "module"
+                )
+        return found
+
+    return checked
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,10 +87,10 @@ class RankGather:
     def __call__(self, content: bytes) -> list[bytes]:
         if self._group is None:
             return [content]
-        own = torch.tensor([len(content)])
+        own = torch.tensor([len(content)], device="cpu")
         sizes = [torch.zeros_like(own) for _ in range(self.size)]
         dist.all_gather(sizes, own, group=self._group)
-        row = torch.zeros(max(int(size) for size in sizes) + 1, dtype=torch.uint8)
+        row = torch.zeros(max(map(int, sizes)) + 1, dtype=torch.uint8, device="cpu")
         row[: len(content)] = torch.frombuffer(bytearray(content + b"."), dtype=torch.uint8)[:-1]
         rows = [torch.empty_like(row) for _ in range(self.size)]
         dist.all_gather(rows, row, group=self._group)
@@ -174,7 +178,7 @@ def _table(tensors: Tensors, dtype: torch.dtype | None, *, alone: bool) -> list[
         if not alone and not isinstance(tensor, DTensor):
             content = local(tensor).contiguous().view(-1).cpu().view(torch.uint8)
             hashed = checksum_of(content.numpy().data)
-        kind = _published(name, tensor.dtype, dtype)
+        kind = published_type(name, tensor, dtype)
         rows.append([name, "", kind, tuple(tensor.shape), *box, hashed])
     return rows
 
@@ -193,9 +197,12 @@ def _shares(
     ]
 
 
-def _published(name: str, own: torch.dtype, wanted: torch.dtype | None) -> str:
-    found = wanted if wanted is not None and own.is_floating_point else own
+def published_type(name: str, tensor: torch.Tensor, wanted: torch.dtype | None) -> str:
+    """The type of numbers that readers get."""
+    found = wanted if wanted is not None and tensor.is_floating_point() else tensor.dtype
     kind = str(found).removeprefix("torch.")
-    if kind not in NUMBERS:
-        raise InvalidArgument(f"{name!r} is {found}, expected one of {', '.join(NUMBERS)}")
+    if kind not in NUMBERS or tensor.layout is not torch.strided or tensor.is_meta:
+        where = f"{found}, {tensor.layout} on {tensor.device}"
+        expected = f"expected dense numbers in memory, one of {', '.join(NUMBERS)}"
+        raise InvalidArgument(f"{name!r} is {where}, {expected}")
     return kind

@@ -70,7 +70,7 @@ class HttpPlace(ReadablePlace):
     def __str__(self) -> str:
         return self._url
 
-    def head(self, after: int, seconds: float) -> bytes:
+    def look(self, after: int, seconds: float) -> bytes:
         wait = f"?after={after}&seconds={min(seconds, LONGEST_WAIT):.3f}" if seconds > 0 else ""
         return self.range(HEAD_NAME + wait, 0, LONGEST_HEAD)[0]
 

@@ -28,7 +28,7 @@ _AUTHORIZATION = re.compile(rf"{http_place.SCHEME} ([0-9a-f]{{32}}) ([0-9a-f]{{6
 _WAIT = re.compile(HEAD_NAME + r"\?after=(\d{1,15})&seconds=(\d{1,3}\.\d{3})")
 
 
-class WeightServer:
+class WeightServer(LimitedServer):
     """``server = WeightServer("/shared/run1", port=9500)``; readers take
     ``Receiver("http://this-machine:9500")``.
 
@@ -38,6 +38,8 @@ class WeightServer:
     that others cannot reach. ``port``: 0 takes a free one. ``readers``: by address, the version
     that each asked for last, and seconds since.
     """
+
+    at_once, stranger_seconds = AT_ONCE, STRANGER_SECONDS
 
     def __init__(
         self,
@@ -49,55 +51,43 @@ class WeightServer:
     ) -> None:
         key, text = http_place.checked_key(key), os.fspath(source)
         relays = text.startswith(("http://", "https://"))
-        place = RelayPlace(text, key) if relays else http_place.reading_place(source, key)
-        if isinstance(place, ObjectPlace):
+        self.key, self.sent_bytes, self.heard_from = key, 0, dict[str, tuple[int, float]]()
+        self.place: ReadablePlace = (
+            RelayPlace(text, key) if relays else http_place.reading_place(source, key)
+        )
+        if isinstance(self.place, ObjectPlace):
             raise InvalidArgument(f"source is {source!r}, which readers can read without a server")
 
-        def make(family: socket.AddressFamily, address: str) -> _WeightServer:
+        def listen(family: socket.AddressFamily, address: str) -> None:
             if key is None and not ipaddress.ip_address(address).is_loopback:
                 raise InvalidArgument(
                     f"host is {host!r}, which others can reach, and there is no key: set "
                     "COMMPRESS_RUN_KEY to the same secret here and at the readers, or serve on "
                     "127.0.0.1"
                 )
-            return _WeightServer(family, (address, port), place, key)
+            self.address_family = family
+            super(WeightServer, self).__init__((address, port), _Handler)
 
-        self._server = listening(host, port, make)
-        self.host, self.port = host, self._server.server_address[1]
+        listening(host, port, listen)
+        self.host, self.port = host, self.server_address[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
-        serve = partial(self._server.serve_forever, 0.1)
+        serve = partial(self.serve_forever, 0.1)
         threading.Thread(target=serve, name="commpress-weights", daemon=True).start()
 
     @property
     def readers(self) -> dict[str, tuple[int, float]]:
-        now, found = monotonic(), dict(self._server.readers)
+        now, found = monotonic(), dict(self.heard_from)
         return {address: (version, now - when) for address, (version, when) in found.items()}
 
-    @property
-    def sent_bytes(self) -> int:
-        return self._server.sent_bytes
-
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _WeightServer(LimitedServer):
-    at_once, stranger_seconds = AT_ONCE, STRANGER_SECONDS
-
-    def __init__(
-        self, family: int, address: tuple[str, int], place: ReadablePlace, key: bytes | None
-    ) -> None:
-        self.address_family, self.place, self.key = family, place, key
-        self.readers: dict[str, tuple[int, float]] = {}
-        self.sent_bytes = 0
-        super().__init__(address, _Handler)
+        self.shutdown()
+        self.server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # a body follows its headers at once
-    server: _WeightServer
+    server: WeightServer
 
     def setup(self) -> None:
         super().setup()
@@ -161,6 +151,6 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.changing:
             self.server.sent_bytes += nbytes
             if version := version_of(name) if "-" not in name else 0:
-                readers, address = self.server.readers, str(self.client_address[0])
+                readers, address = self.server.heard_from, str(self.client_address[0])
                 if address in readers or len(readers) < 4096:
                     readers[address] = version, monotonic()

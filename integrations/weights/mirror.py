@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from commpress.checksum import Checksum
 from commpress.errors import Damaged
 from commpress.integrations.weights import replay
 from commpress.integrations.weights import weight_records as records
@@ -78,9 +79,11 @@ def _rebuild(place: ReadablePlace, chain: list[records.VersionRecord]) -> None:
 
 def _copied(place: ReadablePlace, file: records.PayloadFile) -> Iterator[bytes]:
     """The chunks of a file; Damaged at its end, if it is not the one that was published."""
-    summed = replay.Summed(replay.read_ahead(place, file))
-    yield from summed
-    if (summed.nbytes, summed.checksum) != (file.nbytes, file.checksum):
+    checksum = Checksum()
+    for chunk in replay.ReadAhead(place, file):
+        checksum.update(chunk)
+        yield chunk
+    if checksum.intdigest() != file.checksum:
         raise Damaged(
             f"{file.name} is not the file that was published: bytes are missing or changed",
             file=file.name,

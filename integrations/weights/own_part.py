@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from commpress.errors import StateMismatch
-from commpress.integrations.weights.held_weights import Tensors, local
+from commpress.integrations.weights.held_weights import Tensors, local, published_type
 from commpress.integrations.weights.replay import Rebuilder, hash_of
 from commpress.integrations.weights.weight_layout import (
     NumberType,
     WeightLayout,
     WeightPiece,
+    host_zeros,
     placed,
 )
 from commpress.kernels.cpu.exact import decode, encode
@@ -57,15 +58,16 @@ class OwnPart:
         layout: WeightLayout,
         rank: int,
         tensors: Callable[[], Tensors],
+        dtype: torch.dtype | None = None,
         store: TieredStore | None = None,
         prefix: str = "",
     ) -> None:
-        self._layout, self._rank, self._tensors = layout, rank, tensors
+        self._layout, self._rank, self._tensors, self._dtype = layout, rank, tensors, dtype
         self._store, self._prefix = store, prefix
         self._blocks, current = list[_Block](), self._current()
         for number, pieces in enumerate(layout.blocks(rank)):
             numbers, device = layout.numbers(pieces[0]), current[pieces[0].tensor].device
-            copy = torch.zeros(sum(piece.numel for piece in pieces), dtype=numbers.dtype)
+            copy = host_zeros([sum(piece.numel for piece in pieces)], numbers.dtype)
             apart = store is None and is_device(device)
             beside = torch.zeros_like(copy, device=device) if apart else None
             if store is not None:
@@ -188,16 +190,25 @@ class OwnPart:
     def _current(self) -> dict[int, torch.Tensor]:
         """This rank's values of every tensor that it publishes, flat, by the tensor's number."""
         tensors, found = self._tensors(), {}
-        for number in dict.fromkeys(piece.tensor for piece in self._layout.parts[self._rank]):
-            described = self._layout.tensors[number]
-            tensor = tensors.get(described.name)
-            if tensor is None or tuple(tensor.shape) != described.shape:
-                what = "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
+        for piece in self._layout.parts[self._rank]:
+            name, kind, shape = described = self._layout.tensors[piece.tensor]
+            tensor, is_now = tensors.get(name), "missing"
+            if tensor is not None:
+                own, now = local(tensor), published_type(name, tensor, self._dtype)
+                found[piece.tensor] = own.contiguous().view(-1)
+                is_now = f"{now} of {list(tensor.shape)}, {list(own.shape)} of it on this rank"
+                if (name, now, tensor.shape, own.shape) == (*described, piece.size):
+                    continue
+            raise StateMismatch(
+                f"{name!r} is {is_now}; it was {kind} of {list(shape)}, {list(piece.size)} of it "
+                "here: make a new Publisher for another model, or for one that is sharded anew"
+            )
+        for alias, name in self._layout.tied:
+            if tensors.get(alias) is not tensors.get(name):
                 raise StateMismatch(
-                    f"{described.name!r} is {what}, published before with {described.shape}: make "
-                    "a new Publisher for another model"
+                    f"{alias!r} and {name!r} were one tensor and are two: make a new Publisher for "
+                    "another model"
                 )
-            found[number] = local(tensor).contiguous().view(-1)
         return found
 
     def _patterns(self, block: _Block, tensors: Mapping[int, torch.Tensor]) -> np.ndarray:
@@ -207,7 +218,7 @@ class OwnPart:
             return block.numbers.patterns(parts[0])
         rooms = self._scratch.__dict__  # a fresh room each time would cost more than the copy
         if (room := rooms.get(str(dtype))) is None:
-            room = rooms[str(dtype)] = torch.empty(BLOCK // block.numbers.words, dtype=dtype)
+            room = rooms[str(dtype)] = host_zeros([BLOCK // block.numbers.words], dtype)
         for part, (_, at) in zip(parts, placed(block.pieces), strict=True):
             room[at].copy_(part)
         return block.numbers.patterns(room[: at.stop])

@@ -5,6 +5,7 @@ import contextlib
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ from commpress.integrations.weights import weight_records as records
 PART = ".part"  # ends the names of files that are not whole yet
 AT_ONCE = 8  # parts of files that are read in the background at the same time
 MOST = 8 << 20  # bytes that are asked for at once
-LOOK = 0.005  # seconds between two looks for a newer version
+LOOK = 0.05  # seconds between two looks for a newer version
 
 
 class ReadablePlace:
@@ -24,6 +25,8 @@ class ReadablePlace:
 
     def __init__(self) -> None:
         self._readers = ThreadPoolExecutor(AT_ONCE, "commpress-read")
+        self._looking = threading.Lock()  # of the one that looks for those that wait
+        self._seen, self._newest, self._when = b"", 0, 0.0
 
     def range(self, name: str, first: int, most: int) -> tuple[bytes, int]:
         """(bytes from ``first`` on, ``most`` of them or fewer; size of the whole file)."""
@@ -42,23 +45,41 @@ class ReadablePlace:
         """Read in the background, ``AT_ONCE`` parts at a time."""
         return self._readers.submit(self.read, name, first, most)
 
+    def look(self, after: int, seconds: float) -> bytes:
+        """The file ``head``. A server may wait until it has a version later than ``after``."""
+        return self.read(records.HEAD_NAME, 0, records.LONGEST_HEAD)
+
     def head(self, after: int, seconds: float) -> bytes:
         """The file ``head``, as soon as it has a version later than ``after``; after ``seconds`` as
-        it is."""
-        ends, before = monotonic() + seconds, b""
-        while True:
-            late = monotonic() >= ends
+        it is. Of those that wait one looks, and the others learn it from that one."""
+        if seconds <= 0 or self._newest > after:
+            return self.look(after, 0.0)
+        began = monotonic()
+        ends = began + seconds
+        if self._looking.acquire(timeout=seconds):
             try:
-                found = self.read(records.HEAD_NAME, 0, records.LONGEST_HEAD)
-            except FileNotFoundError:
-                if late:
-                    raise
-            else:
-                newer = found != before and records.unpack(records.HeadRecord, found).newest > after
-                if late or newer:
-                    return found
-                before = found
-            sleep(LOOK)
+                while self._when < began or self._newest <= after:
+                    left = max(ends - monotonic(), 0.0)
+                    try:
+                        self.saw(self.look(after, left))
+                    except FileNotFoundError:
+                        if not left:
+                            raise
+                    if not left:
+                        break
+                    if self._newest <= after:
+                        sleep(min(LOOK, left))
+            finally:
+                self._looking.release()
+        if not self._seen:
+            raise FileNotFoundError(records.HEAD_NAME)
+        return self._seen
+
+    def saw(self, head: bytes) -> None:
+        """Keep a head for those that wait."""
+        if head != self._seen:
+            self._newest = records.unpack(records.HeadRecord, head).newest
+        self._seen, self._when = head, monotonic()
 
 
 class FolderPlace(ReadablePlace):
@@ -68,10 +89,11 @@ class FolderPlace(ReadablePlace):
         super().__init__()
         self._path = Path(path)
         if make:
-            self._path.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # perhaps as a file
+                self._path.mkdir(parents=True)
         if not self._path.is_dir():
             raise InvalidArgument(
-                f"{str(path)!r} is no folder, expected one that a publisher has written to"
+                f"{str(path)!r} is no folder, expected one that a publisher writes to"
             )
 
     def __str__(self) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from commpress.checksum import Checksum
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.weights import held_weights, replay, version_log
 from commpress.integrations.weights import weight_records as records
@@ -94,7 +95,7 @@ class Publisher:
                     "what rank 0 writes: name a folder that all ranks share, or an object store"
                 )
             prefix = f"published/{run}/"
-            self._part = OwnPart(self._layout, self._gather.rank, tensors, store, prefix)
+            self._part = OwnPart(self._layout, self._gather.rank, tensors, dtype, store, prefix)
             self._versions = tuple(records.ListedVersion(*each) for each in versions)
             self._held = records.VersionRecord(run, epoch)
             if versions:
@@ -243,22 +244,22 @@ class Publisher:
         self, version: int, codes: Iterable[bytes], *, anchor: bool
     ) -> tuple[records.PayloadFile, ...]:
         """Write this rank's file; those of all ranks."""
-        rank, sizes = self._gather.rank, list[int]()
+        rank, sizes, checksum = self._gather.rank, list[int](), Checksum()
         name = records.payload_name(version, rank, self._held.epoch, anchor=anchor)
 
         def counted() -> Iterator[bytes]:
             for code in codes:
                 sizes.append(len(code))
+                checksum.update(code)
                 yield code
 
         def write() -> tuple[str, int, bytes]:
-            summed = replay.Summed(counted())
-            self._place.write(name, summed)
-            return name, summed.checksum, np.array(sizes, np.uint64).tobytes()
+            self._place.write(name, counted())
+            return name, checksum.intdigest(), np.array(sizes, np.uint64).tobytes()
 
         return tuple(
-            records.PayloadFile(name, checksum, np.frombuffer(packed, np.uint64))
-            for name, checksum, packed in self._gather.together(write)
+            records.PayloadFile(name, digest, np.frombuffer(packed, np.uint64))
+            for name, digest, packed in self._gather.together(write)
         )
 
     # ------------------------------------------------------------- where an earlier publisher ended

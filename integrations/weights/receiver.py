@@ -158,7 +158,9 @@ class Receiver:
         if model is not None:
             named = _with_tied(self._spare, prepared)
             with torch.no_grad():
-                for target, value in list(_pairs(tensors_of(model)(), named, mapping or {})):
+                pairs = list(_pairs(tensors_of(model)(), named, mapping or {}))
+            with torch.inference_mode():  # a model made in that mode takes no writes outside it
+                for target, value in pairs:
                     target.copy_(value)
         self._live, self._spare = self._spare, self._live
         self._held, self._prepared = prepared, VersionRecord()

@@ -8,7 +8,6 @@ these: whoever is asked last asks the one above.
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
-from time import monotonic
 
 from commpress.integrations.weights import weight_records as records
 from commpress.integrations.weights.http_place import HttpPlace
@@ -24,13 +23,12 @@ class RelayPlace(HttpPlace):
     def __init__(self, url: str, key: bytes | None) -> None:
         super().__init__(url, key)
         self._chunks = OrderedDict[tuple[str, int], Future[Chunk]]()
-        self._changing, self._asking = threading.Lock(), threading.Lock()
-        self._head, self._newest, self._run = b"", 0, ""
+        self._changing, self._run = threading.Lock(), ""
 
     def range(self, name: str, first: int, most: int) -> Chunk:
         if name.startswith(records.HEAD_NAME):
             body, total = super().range(name, 0, records.LONGEST_HEAD)
-            self._saw(body)
+            self.saw(body)
             return body[first : first + most], total
         parts, total = list[bytes](), first + most
         for begin in range(first // CHUNK * CHUNK, first + most, CHUNK):
@@ -57,20 +55,10 @@ class RelayPlace(HttpPlace):
                 found.set_exception(error)
         return found.result()
 
-    def head(self, after: int, seconds: float) -> bytes:
-        """One of those that wait asks; the others learn it from that one."""
-        ends = monotonic() + seconds
-        if self._asking.acquire(timeout=seconds):
-            try:
-                if self._newest <= after:
-                    super().head(after, max(ends - monotonic(), 0.0))
-            finally:
-                self._asking.release()
-        return self._head or super().head(0, 0)
-
-    def _saw(self, body: bytes) -> None:
-        head = records.unpack(records.HeadRecord, body)
+    def saw(self, head: bytes) -> None:
+        super().saw(head)
+        run = records.unpack(records.HeadRecord, head).run
         with self._changing:
-            if head.run != self._run:  # its files have the names of another's
+            if run != self._run:  # its files have the names of another's
                 self._chunks.clear()
-            self._head, self._newest, self._run = body, head.newest, head.run
+            self._run = run

@@ -1,12 +1,9 @@
 """Versions read back: records from a place, and blocks rebuilt from codes, each checked by its
 hash."""
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from itertools import islice
-from time import monotonic, sleep
 from typing import TypeVar
 
 import numpy as np
@@ -16,6 +13,7 @@ from commpress.checksum import checksum_of
 from commpress.errors import Damaged, StateMismatch
 from commpress.integrations.weights import weight_records as records
 from commpress.integrations.weights.places import AT_ONCE, ReadablePlace
+from commpress.integrations.weights.weight_layout import host_zeros
 from commpress.integrations.weights.weight_records import HeadRecord, PayloadFile, VersionRecord
 from commpress.kernels.cpu.exact import decode
 
@@ -27,15 +25,9 @@ CHUNK = 1 << 20  # bytes of a file that are asked for at once
 def read_head(place: ReadablePlace, after: int = 0, wait: float = 0.0) -> HeadRecord | None:
     """The head, after up to ``wait`` seconds if it has nothing later than ``after``; None if
     nothing was published yet."""
-    ends = monotonic() + wait
-    while True:
-        head, left = None, ends - monotonic()
-        with suppress(FileNotFoundError):
-            head = records.unpack(HeadRecord, place.head(after, max(left, 0.0)))
-        if left <= 0 or (head is not None and head.newest > after):
-            return head
-        if head is None:
-            sleep(min(left, 0.1))  # before the first version there is no head to wait at
+    with suppress(FileNotFoundError):
+        return records.unpack(HeadRecord, place.head(after, wait))
+    return None
 
 
 def up_to_date(
@@ -48,6 +40,12 @@ def up_to_date(
     StateMismatch if it is that of another run, or of an older copy of the one held."""
     head = read_head(place, held.version, wait)
     for turn in range(TRIES, -1, -1):
+        if head is None and held.version:
+            raise Damaged(
+                f"{place} has no versions any more, version {held.version} is held: bring them "
+                "back, or make a new Receiver",
+                file=records.HEAD_NAME,
+            )
         if head is not None:
             check_run(held, head)
             if head.newest < held.version:
@@ -130,74 +128,38 @@ def check_follows(held: VersionRecord, record: VersionRecord) -> None:
         )
 
 
-def read_ahead(
-    place: ReadablePlace, file: PayloadFile, *, first: int = 0, ahead: int = AT_ONCE
-) -> Iterator[bytes]:
-    """The chunks of a file from byte ``first`` on; ``ahead`` of them are always under way."""
-    starts = iter(range(first, file.nbytes, CHUNK))
+class ReadAhead:
+    """A file, read more or less in order: the chunks after one that was asked for are under way."""
 
-    def ask(count: int) -> list[Future[bytes]]:
-        return [place.begin(file.name, at, CHUNK) for at in islice(starts, count)]
+    def __init__(self, place: ReadablePlace, file: PayloadFile, ahead: int = AT_ONCE) -> None:
+        self._place, self._file, self._ahead = place, file, ahead
+        self._coming = dict[int, Future[bytes]]()
+        self._ask(0)
 
-    coming = deque(ask(ahead))
-
-    def found() -> Iterator[bytes]:
-        while coming:
-            try:
-                chunk = coming.popleft().result()
-            except FileNotFoundError as error:
-                raise Damaged(f"{file.name} is not there", file=file.name) from error
-            coming.extend(ask(1))
-            yield chunk
-
-    return found()
-
-
-class Codes:
-    """Codes of one version and part, read in order. ``read``: the chunks of a file from a byte
-    on."""
-
-    def __init__(self, file: PayloadFile, read: Callable[[PayloadFile, int], Iterator[bytes]]):
-        self._file, self._ends, self._read = file, np.cumsum(file.sizes), read
-        self._first, self._content, self._coming = 0, bytearray(), read(file, 0)
-
-    def code(self, block: int) -> bytes:
-        end = int(self._ends[block])
-        first = end - int(self._file.sizes[block])
-        if not self._first <= first <= self._first + len(self._content) + CHUNK:
-            self._first = first // CHUNK * CHUNK
-            self._content, self._coming = bytearray(), self._read(self._file, self._first)
-        while self._first + len(self._content) < end:
-            if not (chunk := next(self._coming, b"")):
-                name = self._file.name
-                raise Damaged(f"{name} ends before byte {end:,}", file=name)
-            self._content += chunk
-        if first - self._first >= CHUNK:
-            del self._content[: first - self._first]
-            self._first = first
-        return bytes(self._content[first - self._first : end - self._first])
-
-
-class Summed:
-    """Bytes on their way to a file, in chunks of ``CHUNK``, with their count and a running
-    checksum."""
-
-    def __init__(self, parts: Iterable[bytes]) -> None:
-        self._parts, self.nbytes, self.checksum = parts, 0, 0
+    def _ask(self, first: int) -> None:
+        for start in range(first, min(first + self._ahead * CHUNK, self._file.nbytes), CHUNK):
+            if start not in self._coming:
+                self._coming[start] = self._place.begin(self._file.name, start, CHUNK)
 
     def __iter__(self) -> Iterator[bytes]:
-        held = bytearray()
-        for part in self._parts:
-            held += part
-            while len(held) >= CHUNK:
-                yield self._counted(bytes(held[:CHUNK]))
-                del held[:CHUNK]
-        if held:
-            yield self._counted(bytes(held))
+        for first in range(0, self._file.nbytes, CHUNK):
+            yield self.read(first, min(first + CHUNK, self._file.nbytes))
 
-    def _counted(self, chunk: bytes) -> bytes:
-        self.nbytes, self.checksum = self.nbytes + len(chunk), checksum_of(chunk, self.checksum)
-        return chunk
+    def read(self, first: int, end: int) -> bytes:
+        """Its bytes from ``first`` to ``end``; Damaged if it does not have them."""
+        starts = range(first // CHUNK * CHUNK, end, CHUNK)
+        self._coming = {at: each for at, each in self._coming.items() if at >= starts[0]}
+        for start in starts:
+            self._ask(start)
+        name = self._file.name
+        try:
+            content = b"".join(self._coming[start].result() for start in starts)
+        except FileNotFoundError as error:
+            raise Damaged(f"{name} is not there", file=name) from error
+        found = content[first - starts[0] : end - starts[0]]
+        if len(found) < end - first:
+            raise Damaged(f"{name} ends before byte {end:,}", file=name)
+        return found
 
 
 def hash_of(content: np.ndarray, part: int, block: int) -> int:
@@ -219,18 +181,13 @@ class Rebuilder:
         self.blocks = [layout.blocks(part) for part in range(len(layout.parts))]
         self._recent: dict[int, tuple[int, torch.Tensor]] = {}
         share = max(1, AT_ONCE // (len(versions) * max(len(layout.parts), 1)))
-
-        def read(file: PayloadFile, first: int) -> Iterator[bytes]:
-            return read_ahead(place, file, first=first, ahead=share)
-
-        self._steps = [
-            (record, [Codes(file, read) for file in record.differences])
-            for record in versions[anchor:]
-        ]
+        files = [record.differences for record in versions]
         if anchor:
-            self._steps.insert(
-                0, (versions[0], [Codes(file, read) for file in versions[0].anchors])
-            )
+            files[0] = versions[0].anchors
+        self._steps = [
+            (record, [(ReadAhead(place, file, share), np.cumsum(file.sizes)) for file in each])
+            for record, each in zip(versions, files, strict=True)
+        ]
 
     def into(self, part: int, block: int, target: torch.Tensor) -> None:
         """``target``, the block before if there is no anchor, becomes that of the last version.
@@ -240,7 +197,9 @@ class Rebuilder:
         numbers = self.layout.numbers(self.blocks[part][block][0])
         content = numbers.patterns(target)
         for record, codes in self._steps:
-            decode(codes[part].code(block), content, numbers.kind)
+            file, ends = codes[part]
+            code = file.read(int(ends[block - 1]) if block else 0, int(ends[block]))
+            decode(code, content, numbers.kind)
             if hash_of(content, part, block) != int(record.hashes[part][block]):
                 raise Damaged(
                     f"block {block} of part {part} of version {record.version} is not what was "
@@ -251,11 +210,8 @@ class Rebuilder:
         """One that begins with an anchor. The last one of each part is still there."""
         if part not in self._recent or self._recent[part][0] != block:
             pieces = self.blocks[part][block]
-            numel, dtype = (
-                sum(piece.numel for piece in pieces),
-                self.layout.numbers(pieces[0]).dtype,
-            )
-            content = torch.zeros(numel, dtype=dtype)
+            numel = sum(piece.numel for piece in pieces)
+            content = host_zeros([numel], self.layout.numbers(pieces[0]).dtype)
             self.into(part, block, content)
             self._recent[part] = block, content
         return self._recent[part][1]

@@ -18,6 +18,13 @@ from commpress.kernels.exact_format import BFLOAT16, BLOCK, FLOAT32, PLAIN
 MOST_ELEMENTS, MOST_DIMS = 1 << 46, 16
 
 
+def host_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in host memory that any thread may write to: torch's default device may be another, and
+    ``torch.inference_mode`` makes tensors that nobody may write to outside it."""
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+
+
 class NumberType(NamedTuple):
     """A type of numbers as the code sees it: unsigned integers, so many for each element."""
 
@@ -62,7 +69,7 @@ class DescribedTensor(NamedTuple):
         return NUMBERS[self.dtype]
 
     def zeros(self) -> torch.Tensor:
-        return torch.zeros(self.shape, dtype=self.numbers.dtype)
+        return host_zeros(self.shape, self.numbers.dtype)
 
     def check(self) -> None:
         expect(self.dtype in NUMBERS, "a type")

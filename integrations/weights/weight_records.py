@@ -160,7 +160,7 @@ class HeadRecord(NamedTuple):
 
 # ---------------------------------------------------------------- bytes
 
-_MAGIC = {HeadRecord: b"cwH2", VersionRecord: b"cwV2"}
+_MAGIC = {HeadRecord: b"cwH3", VersionRecord: b"cwV3"}
 
 
 def pack(record: HeadRecord | VersionRecord) -> bytes:

@@ -96,7 +96,6 @@ HOMES = {
         "commpress.integrations.weights.vllm_engine",
         "commpress.integrations.weights.vllm_plugin",
     ),
-    "zstandard": ("commpress.integrations.weights.sglang_folder",),
     "prometheus_client": ("commpress.integrations.observe.endpoint",),
     "aiofiles": ("commpress.tiered_mem.engines*",),
     "transformers": (

@@ -2,9 +2,13 @@
 are installed or, where they are not, as written down in tests/support."""
 
 import json
+import runpy
 import struct
+import subprocess
 import sys
+import threading
 import zlib
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import import_module
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
@@ -20,7 +24,7 @@ import sources
 import vllm_contract
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.weights import vllm_plugin
-from commpress.weights import Publisher, SglangFolder
+from commpress.weights import Publisher
 
 # ---------------------------------------------------------------- vLLM
 
@@ -160,6 +164,7 @@ def test_vllms_calls_out_of_turn_are_refused_by_name(vllm, worker, tmp_path):
 
 LOCAL = "sglang.srt.weight_sync.local_checkpoint"
 SGLANG = find_spec("sglang") is not None and find_spec(LOCAL) is not None
+SIDECAR = str(sources.ROOT / "examples" / "sglang_sidecar.py")
 
 
 def pull(local: Path, base: Path, source: Path, target: int) -> None:
@@ -217,6 +222,7 @@ def places(tmp_path):
     found.base.mkdir()
     (found.base / "config.json").write_text("{}")
     (found.base / "model.safetensors").write_bytes(b"of the base")
+    found.folder = runpy.run_path(SIDECAR)["SglangFolder"]
     return found
 
 
@@ -224,7 +230,7 @@ def test_sglangs_folders_give_every_version_also_across_restarts_and_gaps(places
     live = {**weights(), "scalar": torch.tensor(1.5), "flags": torch.tensor([True, False])}
     whole = []
     with Publisher(live, places.run) as publisher:
-        folder = SglangFolder(places.run, places.sgl, beside=places.base)
+        folder = places.folder(places.run, places.sgl, beside=places.base)
         assert folder.update() == folder.version == 0
         for version in range(1, 8):
             live["k"][0, 1] += version
@@ -233,7 +239,7 @@ def test_sglangs_folders_give_every_version_also_across_restarts_and_gaps(places
             if version == 5:
                 continue  # then 6 does not follow from what the folder has
             if version == 3:
-                folder = SglangFolder(places.run, places.sgl, beside=places.base)
+                folder = places.folder(places.run, places.sgl, beside=places.base)
                 assert folder.version == 2
             assert folder.update() == folder.update() == version
             kind = places.sgl / f"weight_v{version:06d}"
@@ -253,14 +259,14 @@ def test_an_interrupted_version_of_a_folder_is_written_anew(places):
     live = weights()
     with Publisher(live, places.run) as publisher:
         publisher.publish()
-        folder = SglangFolder(places.run, places.sgl)
+        folder = places.folder(places.run, places.sgl)
         folder.update()
         live["q"][0, 0] = 7
         publisher.publish()
         half = places.sgl / "weight_v000002"
         half.mkdir()
         (half / "delta.safetensors").write_bytes(b"half")
-        again = SglangFolder(places.run, places.sgl)
+        again = places.folder(places.run, places.sgl)
         assert again.version == 1
         assert again.update() == 2
         pull(places.local, places.base, places.sgl, 2)
@@ -269,4 +275,43 @@ def test_an_interrupted_version_of_a_folder_is_written_anew(places):
 
 def test_a_folder_without_what_belongs_beside_is_refused(places):
     with pytest.raises(InvalidArgument, match="expected a folder with a config"):
-        SglangFolder(places.run, places.sgl, beside=places.run / "none")
+        places.folder(places.run, places.sgl, beside=places.run / "none")
+
+
+def test_the_sidecar_has_the_engine_pull_and_load_each_version(places):
+    """From the command line, with an engine that applies what SGLang would."""
+    live, loaded = weights(), []
+
+    class Engine(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path == "/pull_weights":
+                where = Path(asked["local_checkpoint_dir"])
+                pull(where, places.base, Path(asked["source_dir"]), asked["target_version"])
+            else:
+                assert self.path == "/update_weights_from_disk"
+                loaded.append(float(load(Path(asked["model_path"]))["v"][1, 1]))
+            answer = b'{"success": true}'
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Engine) as engine, Publisher(live, places.run) as publisher:
+        threading.Thread(target=engine.serve_forever, args=(0.05,), daemon=True).start()
+        publisher.publish()
+        command = [sys.executable, SIDECAR, places.run, places.sgl, "--beside", places.base]
+        command += ["--engine", f"http://127.0.0.1:{engine.server_port}", "--versions", "2"]
+        command += ["--checkpoint", places.local]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sidecar:
+            assert "version 1 is in" in sidecar.stdout.readline()
+            live["v"][1, 1] = 9
+            publisher.publish()
+            assert "version 2 is in" in sidecar.stdout.readline()
+        assert sidecar.returncode == 0
+        engine.shutdown()
+    assert [value == 9 for value in loaded] == [False, True]
+    assert (places.local / "config.json").exists()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from commpress.errors import CommunicationError, Corrupted, InvalidArgument
-from commpress.integrations.weights import http_place
+from commpress.integrations.weights import http_place, places
 from commpress.weights import Publisher, Receiver, WeightServer, pull, verify
 
 KEY, OTHER = b"k" * 40, b"o" * 40
@@ -166,7 +166,7 @@ def test_an_answer_of_a_wrong_size_is_refused(folder):
 
 
 def test_strangers_that_hold_all_connections_make_room_for_readers(server, monkeypatch):
-    monkeypatch.setattr(server._server, "at_once", 8)
+    monkeypatch.setattr(server, "at_once", 8)
     idle = [socket.create_connection((server.host, server.port)) for _ in range(20)]
     for connection in idle[::2]:
         connection.sendall(b"GET /head HTTP/1.1\r\nX-Slow: ")
@@ -177,7 +177,7 @@ def test_strangers_that_hold_all_connections_make_room_for_readers(server, monke
 
 
 def test_a_stranger_that_says_nothing_is_cut_off(server, monkeypatch):
-    monkeypatch.setattr(server._server, "stranger_seconds", 0.2)
+    monkeypatch.setattr(server, "stranger_seconds", 0.2)
     with socket.create_connection((server.host, server.port)) as connection:
         connection.settimeout(20)
         assert connection.recv(1) == b""
@@ -187,7 +187,7 @@ def test_a_connection_that_breaks_is_made_again(server):
     reader = Receiver(server.url, key=KEY)
     assert reader.prepare(1) == 1
     reader.install()
-    server._server.cut(lambda ends, stranger: True)
+    server.cut(lambda ends, stranger: True)
     time.sleep(0.05)
     assert reader.prepare() == 3
     server.close()
@@ -314,3 +314,40 @@ def test_a_stranger_at_a_relay_reads_nothing(server):
     for name in ("/head", "/head?after=0&seconds=9.000", "/v000000000000001"):
         assert asked(relay, name) == (401, b"")
     relay.close()
+
+
+def test_twenty_readers_that_wait_look_into_the_folder_as_often_as_one(tmp_path, monkeypatch):
+    """At most twenty times a second; and one that comes late need not wait with them."""
+    looks, read = [], places.FolderPlace.look
+    monkeypatch.setattr(
+        places.FolderPlace, "look", lambda *args: looks.append(args[0]) or read(*args)
+    )
+    weights = {"w": torch.zeros(100)}
+    with Publisher(weights, tmp_path / "run") as publisher:
+        publisher.publish()
+        server = WeightServer(tmp_path / "run", key=KEY)
+        readers, came = [Receiver(server.url, key=KEY) for _ in range(20)], []
+        for reader in readers:
+            reader.prepare()
+            reader.install()
+
+        def wait(reader):
+            came.append(reader.prepare(wait=30))
+
+        waiting = [threading.Thread(target=wait, args=[reader]) for reader in readers]
+        for thread in waiting:
+            thread.start()
+        time.sleep(0.5)  # all of them are there
+        looks.clear()
+        begins = time.monotonic()
+        time.sleep(1.5)
+        count, seconds = len(looks), time.monotonic() - begins
+        late, begins = Receiver(server.url, key=KEY), time.monotonic()
+        assert late.prepare(wait=30) == 1
+        assert time.monotonic() - begins < 10
+        publisher.publish()
+        for thread in waiting:
+            thread.join()
+    assert came == [2] * 20
+    assert 2 <= count <= 20 * seconds + 2
+    server.close()
