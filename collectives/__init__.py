@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from commpress.collectives.transports.loopback import Loopback, simulate
     from commpress.collectives.transports.mpi import MpiTransport
     from commpress.collectives.transports.transport import Transport
-    from commpress.collectives.two_level import hierarchical_allreduce
 
 __all__ = [
     "Change",
@@ -39,7 +38,6 @@ __all__ = [
     "Workspace",
     "compressed_all_to_all",
     "compressed_allreduce",
-    "hierarchical_allreduce",
     "load_links",
     "own_transport",
     "simulate",
@@ -60,6 +58,5 @@ __getattr__ = lazily(
         "transports.loopback": ("Loopback", "simulate"),
         "transports.mpi": ("MpiTransport",),
         "transports.transport": ("Transport",),
-        "two_level": ("hierarchical_allreduce",),
     },
 )

@@ -39,7 +39,7 @@ def exact_state(
     """Return this rank's residuals. ``nodes``: the topology, if it decides which rank has which
     residual."""
     residuals = {
-        _text(key): {name: tensor.clone() for name, tensor in zip(_TENSORS, kept, strict=True)}
+        text_of(key): {name: tensor.clone() for name, tensor in zip(_TENSORS, kept, strict=True)}
         for key, kept in store.every().items()
     }
     state = _head("exact", transport, step) | {"residuals": residuals}
@@ -68,7 +68,7 @@ def elastic_of(
         ):
             start = min(transport.rank * width_of(part.numel(), transport.size), part.numel())
             stop = min(start + width_of(part.numel(), transport.size), part.numel())
-            shards[_text(key)] = {
+            shards[text_of(key)] = {
                 "numel": part.numel(),
                 "start": start,
                 "values": total[start:stop].clone(),
@@ -132,7 +132,7 @@ def residuals_of(
             "change it"
         )
     return first["step"], {
-        _key(k): tuple(v[name] for name in _TENSORS if name in v)
+        key_of(k): tuple(v[name] for name in _TENSORS if name in v)
         for k, v in first["residuals"].items()
     }
 
@@ -171,7 +171,7 @@ def _from_exact(states: Sequence[dict[str, Any]]) -> dict[Key, torch.Tensor]:
             "elastic_state_dict()"
         )
     for state in states:
-        pairs = {_key(k): (v["sent"], v["reduced"]) for k, v in state["residuals"].items()}
+        pairs = {key_of(k): (v["sent"], v["reduced"]) for k, v in state["residuals"].items()}
         check_widths(pairs, state["size"])
     states = _whole(states, "residuals")
     totals: dict[Key, torch.Tensor] = {}
@@ -180,7 +180,7 @@ def _from_exact(states: Sequence[dict[str, Any]]) -> dict[Key, torch.Tensor]:
         parts = [each["sent"].clone() for each in kept]
         for rank, each in enumerate(kept):
             add_reduced(parts[rank], each["reduced"], rank, len(kept))
-        totals[_key(text)] = torch.stack(parts).mean(0)
+        totals[key_of(text)] = torch.stack(parts).mean(0)
     return totals
 
 
@@ -211,7 +211,7 @@ def totals_of(states: Sequence[dict[str, Any]]) -> dict[Key, torch.Tensor]:
         for state in states:
             shard = state["shards"][text]
             total[shard["start"] : shard["start"] + shard["values"].numel()] = shard["values"]
-        totals[_key(text)] = total
+        totals[key_of(text)] = total
     return totals
 
 
@@ -254,10 +254,11 @@ def _head(kind: str, transport: Ranked, step: int) -> dict[str, Any]:
     }
 
 
-def _text(key: Key) -> str:
+def text_of(key: Key) -> str:
+    """Return the text under which a residual is saved."""
     return f"{key[0]}@{key[1]}"
 
 
-def _key(text: str) -> Key:
+def key_of(text: str) -> Key:
     name, _, offset = text.rpartition("@")
     return name, int(offset)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -83,15 +84,11 @@ class Staged(InFront):
         return host
 
 
-class _Staging:
-    def __init__(
-        self,
-        scratch: Scratch,
-        work: Work,
-        back: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        sent: Sequence[torch.Tensor],
-    ) -> None:
-        self.scratch, self.work, self.back, self.sent = scratch, work, back, sent
+class _Staging(NamedTuple):
+    scratch: Scratch
+    work: Work
+    back: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    sent: Sequence[torch.Tensor]
 
     def wait(self) -> None:
         self.work.wait()

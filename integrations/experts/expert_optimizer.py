@@ -3,7 +3,7 @@ in the store, one after the other."""
 
 import zlib
 from collections import ChainMap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -19,15 +19,12 @@ from commpress.integrations.zero.update_chunk import WEIGHT, chunks
 from commpress.integrations.zero.wrapper import (
     MASTER,
     agreed,
-    check_groups,
     of_every_rank,
     options_of,
     take_options,
 )
 from commpress.optim.layout import LocalWeights, local
-from commpress.optim.optimizer import loss_of
 from commpress.tiered_mem import TieredStore
-from commpress.torch_private import untraced
 
 
 class ExpertOptimizer(StoredOptimizer):
@@ -156,15 +153,12 @@ class ExpertOptimizer(StoredOptimizer):
         if self.tiers.graded:
             self.tiers.drop_gradients()
 
-    @untraced
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = loss_of(closure)
+    def _step(self) -> None:
         factor, finite = self._clipping(self._norm)
         if not finite:
             self.tiers.drop_gradients()
             self._skip()
-            return loss
+            return
         self._groups = [options_of(group) for group in self.param_groups]
         self._step_dense(factor)
         for expert in self.tiers.begin_update():
@@ -173,7 +167,6 @@ class ExpertOptimizer(StoredOptimizer):
                 self.tiers.forget_gradient(expert)
         self.tiers.plan.over()
         self._ended()
-        return loss
 
     def _step_dense(self, factor: torch.Tensor | None) -> None:
         for inner, options in zip(self._inner.param_groups, self._groups, strict=True):
@@ -292,30 +285,25 @@ class ExpertOptimizer(StoredOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict`` of this class or of the plain optimizer. Load the model's weights
         first."""
-        groups, states = state_dict["param_groups"], state_dict["state"]
-        check_groups(self.param_groups, groups)
-        numbers = [number for group in groups for number in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        found = self._states_in(state_dict)
         self._stored.clear()
         inner = self._inner.state_dict() | {"state": {}}
         order = {
             id(p): i
             for i, p in enumerate(p for group in self._inner.param_groups for p in group["params"])
         }
-        for number, parameter in zip(numbers, parameters, strict=True):
-            if not states.get(number):
-                continue
-            if id(parameter) in order:
-                inner["state"][order[id(parameter)]] = states[number]
-            else:
-                self._stored[parameter] = states[number]
+        for parameter, state in found:
+            if id(parameter) in order and state:
+                inner["state"][order[id(parameter)]] = state
+            elif state:
+                self._stored[parameter] = state
         self._inner.load_state_dict(inner)
         self.state.maps[1] = self._inner.state
         for chunk in self.chunks:
-            if chunk.copied and not any(MASTER in states.get(n, {}) for n in numbers):
+            if chunk.copied and not any(MASTER in state for _, state in found):
                 self._renewed(chunk.values)
-        take_options(self.param_groups, groups)
-        steps = [float(state["step"]) for state in states.values() if "step" in state]
+        take_options(self.param_groups, state_dict["param_groups"])
+        steps = [float(state["step"]) for _, state in found if "step" in state]
         self.steps_done = max(map(int, steps), default=self.steps_done)
         self.tiers.forget_places()
 

@@ -17,6 +17,7 @@ from commpress.collectives.allreduce import reduce_message
 from commpress.collectives.buckets import one_message
 from commpress.collectives.powersgd import RowsOnly
 from commpress.collectives.reduce_scatter import deals
+from commpress.collectives.residual_state import key_of, text_of
 from commpress.errors import StateMismatch, check_entries
 from commpress.feedback import Key, ResidualStore
 from commpress.integrations.fsdp.param_groups import column_mesh
@@ -67,14 +68,14 @@ def load_exact(state: Any, saved: dict[str, Any]) -> None:
         )
     if not state.kept_in.lossless:
         for store, name in ((state.residuals, "residuals"), (state.residuals_between, "between")):
-            store.load_codes({_key(k): v for k, v in saved[name].items()})
+            store.load_codes({key_of(k): v for k, v in saved[name].items()})
         return _load_steps(state, saved)
     # zeros of whole tensors
     reduced = {key: torch.zeros_like(reduced) for key, _, reduced in state.residuals.places()}
-    residuals = {_key(k): v for k, v in saved["residuals"].items()}
+    residuals = {key_of(k): v for k, v in saved["residuals"].items()}
     _load_choices(state, saved)
     state.residuals.load({key: (sent, reduced.get(key, _NONE)) for key, sent in residuals.items()})
-    state.residuals_between.load({_key(k): (v, _NONE) for k, v in saved["between"].items()})
+    state.residuals_between.load({key_of(k): (v, _NONE) for k, v in saved["between"].items()})
     _load_steps(state, saved)
 
 
@@ -186,7 +187,9 @@ def load_mean(state: Any, every: Sequence[dict[str, Any]]) -> None:
             f"{cure}"
         )
     known = {part.name for reducer in state.reducers.values() for part in reducer.parts}
-    residuals = [(_key(text), sent) for saved in every for text, sent in saved["residuals"].items()]
+    residuals = [
+        (key_of(text), sent) for saved in every for text, sent in saved["residuals"].items()
+    ]
     if strange := next((name for (name, _), _ in residuals if name not in known), None):
         raise StateMismatch(f"the states have a residual of {strange!r}, unknown to this model")
     means = {}
@@ -286,15 +289,8 @@ def _in_levels(state: Any) -> bool:
 
 def _plain(store: ResidualStore) -> dict[str, torch.Tensor]:
     if store.kind is not None:
-        return {
-            f"{name}@{offset}": codes.clone() for (name, offset), codes in store.codes().items()
-        }
-    return {f"{name}@{offset}": sent.clone() for (name, offset), sent, _ in store.places()}
-
-
-def _key(text: str) -> Key:
-    name, _, offset = text.rpartition("@")
-    return name, int(offset)
+        return {text_of(key): codes.clone() for key, codes in store.codes().items()}
+    return {text_of(key): sent.clone() for key, sent, _ in store.places()}
 
 
 def _layout(state: Any) -> list[Any]:

@@ -8,7 +8,7 @@ would evict each just before it is needed. Only the others are read and written.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -38,15 +38,12 @@ from commpress.integrations.zero.update_chunk import (
 from commpress.integrations.zero.wrapper import (
     MASTER,
     agreed,
-    check_groups,
     of_every_rank,
     take_options,
 )
 from commpress.optim.layout import LocalWeights, held_of, is_cut, refuse_held, version_of
-from commpress.optim.optimizer import loss_of
 from commpress.tiered_mem import Pending, TieredStore, parse_bytes, show_bytes
 from commpress.tiered_mem.arena import padded
-from commpress.torch_private import untraced
 from commpress.work import Handed
 
 AHEAD = 2  # chunks that are read during the update of one
@@ -285,10 +282,7 @@ class Offloaded(StoredOptimizer):
 
     # ------------------------------------------------------------ one step
 
-    @untraced
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = loss_of(closure)
+    def _step(self) -> None:
         self._gradients.settle()
         if self.delayed:
             self.finish()
@@ -297,7 +291,7 @@ class Offloaded(StoredOptimizer):
         if not finite:
             self._forget()
             self._skip()
-            return loss
+            return
         self._coded.step = self.steps_done
         self._groups = [
             {k: v for k, v in group.items() if k != "params"} for group in self.param_groups
@@ -308,7 +302,6 @@ class Offloaded(StoredOptimizer):
             self._measured(factor)
             self._forget()
         self._ended()
-        return loss
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -498,18 +491,15 @@ class Offloaded(StoredOptimizer):
         """Load a ``state_dict`` of this class or of the plain optimizer into the store. Load the
         model's weights first."""
         self.finish()
-        groups, states = state_dict["param_groups"], state_dict["state"]
-        check_groups(self.param_groups, groups)
-        numbers = [number for group in groups for number in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        if not any(states.values()):
+        found = self._states_in(state_dict)
+        if not any(state for _, state in found):
             self.state.clear()
-        for number, parameter in zip(numbers, parameters, strict=True):
-            if states.get(number):
-                self.state[parameter] = states[number]
-                if MASTER not in states[number]:
+        for parameter, state in found:
+            if state:
+                self.state[parameter] = state
+                if MASTER not in state:
                     self._versions.pop(self._index[parameter], None)
-        take_options(self.param_groups, groups)
+        take_options(self.param_groups, state_dict["param_groups"])
         self.steps_done = max(
             (int(c.scalars.get("step", self.steps_done)) for c in self.chunks), default=0
         )

@@ -9,7 +9,7 @@ Both collectives may be compressed.
 """
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from commpress.codecs import Codec, Policy, policy_of
-from commpress.collectives.agreement import gathered
 from commpress.collectives.allreduce import Call, Workspace
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
@@ -52,7 +51,6 @@ from commpress.integrations.zero.wrapper import (
     trainable,
 )
 from commpress.optim.layout import LocalWeights, columns_over, groups_on, is_cut, refuse_held
-from commpress.optim.optimizer import loss_of
 from commpress.tiered_mem import TieredStore
 from commpress.torch_private import untraced
 from commpress.work import Steps, run
@@ -233,10 +231,7 @@ class Partitioned(Divided, Wrapper):
 
     # ------------------------------------------------------------ one step
 
-    @untraced
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = loss_of(closure)
+    def _step(self) -> None:
         if self.grad_scaler is None and getattr(self, "grad_scale", None) is not None:
             raise InvalidArgument(
                 "step was called by a GradScaler: pass it to the constructor as grad_scaler="
@@ -251,7 +246,6 @@ class Partitioned(Divided, Wrapper):
         self.gradients.forget(taken=finite)
         if not finite:
             self._skip(self.channel.rank)
-        return loss
 
     @untraced
     @torch.no_grad()
@@ -381,7 +375,7 @@ class Partitioned(Divided, Wrapper):
             for m in b.members
         )
         mine = [zlib.crc32(layout.encode()), zlib.crc32(np.array(sums, np.int64).tobytes())]
-        every = yield from gathered(mine, transport=self.transport, sequence=self.channel.take(1))
+        every = yield from self.channel.gathered(mine)
         for column, what in (
             (0, "names, shapes or order of the parameters"),
             (1, "values of the parameters"),

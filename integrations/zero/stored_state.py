@@ -26,7 +26,15 @@ from commpress.integrations.zero.bucket import OwnedRange, ShardedBucket
 from commpress.integrations.zero.elementwise import check_elementwise
 from commpress.integrations.zero.moments import Moments
 from commpress.integrations.zero.update_chunk import WEIGHT, ChunkRange, UpdateChunk
-from commpress.integrations.zero.wrapper import MASTER, Wrapper, copied, like, probe, trainable
+from commpress.integrations.zero.wrapper import (
+    MASTER,
+    Wrapper,
+    check_groups,
+    copied,
+    like,
+    probe,
+    trainable,
+)
 from commpress.optim.layout import Columns, alike, box_of, is_cut, local
 from commpress.tiered_mem import TieredStore
 from commpress.work import Steps
@@ -193,6 +201,15 @@ class StoredOptimizer(Wrapper):
                     self.store.borrow(values, write=False) as held,
                 ):
                     master.copy_(held)
+
+    def _states_in(self, saved: dict[str, Any]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        """Return each parameter and its state in a ``state_dict``, empty before the first step."""
+        groups = saved["param_groups"]
+        check_groups(self.param_groups, groups)
+        numbers = [number for group in groups for number in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        states = [saved["state"].get(number) or {} for number in numbers]
+        return list(zip(parameters, states, strict=True))
 
     # ------------------------------------------------------------ commits
 

@@ -11,6 +11,8 @@ from commpress.integrations.zero.bucket import Numbered
 from commpress.integrations.zero.streamed_group import is_streamed
 from commpress.logs import warn_on_first
 from commpress.optim.layout import WeightHolder, check_parameter, local
+from commpress.optim.optimizer import loss_of
+from commpress.torch_private import untraced
 
 # entry of a state: float32 weights of parameters in another dtype, or with compressed weights
 MASTER = "master"
@@ -38,6 +40,16 @@ class Wrapper(torch.optim.Optimizer, WeightHolder):
         self.max_grad_norm, self.on_nonfinite = max_grad_norm, on_nonfinite
         self.steps_done = self.skipped_steps = 0
         super().__init__(params, optimizer([torch.zeros(1, 1)], **options).defaults)
+
+    @untraced
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = loss_of(closure)
+        self._step()
+        return loss
+
+    def _step(self) -> None:
+        raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._built:

@@ -32,8 +32,9 @@ from commpress.collectives.topology import Topology, agree
 from commpress.collectives.transports import sockets
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
 from commpress.collectives.transports.transport import part_of
-from commpress.collectives.two_level import hierarchical_allreduce, hierarchy_of
+from commpress.collectives.two_level import hierarchy_of
 from commpress.errors import CommunicationError, Corrupted
+from one_reduction import hierarchical_allreduce
 from ranks import meet
 
 WIDTH = 24

@@ -17,8 +17,6 @@ from commpress.collectives.topology import Topology
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
 from commpress.collectives.two_level import (
     Hierarchy,
-    feedback_for,
-    hierarchical_allreduce,
     hierarchy_of,
     owners,
     reduce_routes,
@@ -26,6 +24,7 @@ from commpress.collectives.two_level import (
 )
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.kernels.pieces import NUMEL, RESIDUAL, SHARD, WIDTH
+from one_reduction import feedback_for, hierarchical_allreduce
 from test_allreduce import (
     check_a_bad_number,
     check_telescoping,
