@@ -519,6 +519,20 @@ MUTANTS = [
         "tests/transports/test_sockets.py",
     ),
     Mutant(
+        "pieces of a connection that ended are not sent again",
+        "collectives/transports/sockets.py",
+        "                peer.pieces.appendleft(piece)",
+        "                pass",
+        "tests/transports/test_lanes.py",
+    ),
+    Mutant(
+        "pieces that nobody has confirmed stay in the tensor's memory",
+        "collectives/transports/sockets.py",
+        "                    piece.keep()",
+        "                    pass",
+        "tests/transports/test_lanes.py",
+    ),
+    Mutant(
         "a child keeps its parent's connections",
         "collectives/transports/meeting.py",
         "        owner.forked()",

@@ -6,6 +6,12 @@ behind the other: nobody asks before he sends. Whoever waits for a transfer move
 that are under way (the leader; others wait for him), so that no other thread stands between a
 tensor and the kernel. What comes before its receive is posted is read aside.
 
+Note: long fat links. Between ranks far apart (``lanes``) a long payload goes in pieces over several
+connections: each takes the next piece when the kernel has room for it. The envelope and the header
+go over the first connection, like all that is short, so that nothing waits behind a long row. The
+receiver tells over one more connection, whose end harms nobody, which pieces it has. A connection
+that ends before the first one is no death: others carry again what the receiver has not.
+
 Note: when nobody waits. The kernel's buffers take a few MiB of each peer. A thread looks every
 ``TICK`` seconds, so that ranks that wait for each other in different transports or libraries still
 come together.
@@ -26,12 +32,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 import torch
 
 from commpress.checksum import checksum_of
 from commpress.collectives.frame import HEADER, LONGEST, Rows, memory_of, rows_in, same
+from commpress.collectives.transports.lanes import agreed, for_pieces
 from commpress.collectives.transports.meeting import Meeting, close_in_children, nothing
 from commpress.collectives.transports.staged import Scratch, Staged
 from commpress.errors import CommunicationError, Corrupted, PeerFailure
@@ -40,7 +48,10 @@ from commpress.work import Work
 _PLACE = 160  # bytes in which a rank says where it is
 _LENGTHS = struct.Struct("<QQ")  # tag, bytes of the payload
 _HEAD = struct.Struct(f"<QQQ{HEADER}s")  # these, a checksum of them and of the header, the header
+_PIECE = struct.Struct(f"<QQ{HEADER - 16}x")  # number of its message between two ranks, offset
 GIVE_UP = 2**64 - 1  # the tag of a message in which a rank says why it gives up
+# of a piece of a payload; of the word that it has come; of what ranks say before all else
+PIECE, HAS, SETTLE = 2**64 - 2, 2**64 - 3, 2**64 - 4
 LONGEST_REASON = 4096  # bytes of that
 HUNG_UP = "closed its connection: it died, left or gave up waiting"
 DAMAGED = (
@@ -50,6 +61,8 @@ _PARSED = 16 << 10  # bytes read at once while it is not known whose they are
 ROOM = 4 << 20  # bytes a connection takes while nobody reads it, as far as the kernel allows
 WAKE = 256 << 10  # bytes of a payload that are worth waking up for
 EARLY = 256 << 20  # bytes read aside, above which a peer is read only if something is due from it
+DIVIDED = 128 << 10  # bytes of a payload that goes in pieces, where there are several connections
+PIECES = (64 << 10, 256 << 10)  # bytes of a piece, at least and at most
 TICK = 0.02
 READS = 8  # reads from one peer before another has its turn
 
@@ -158,10 +171,22 @@ class Mesh:
                 [place.decode().strip() for place in tell(meeting.here.encode().ljust(_PLACE))]
             )
             connections = meeting.connect_all(deadline)
+            self.engine = SocketEngine(connections)
+            weakref.finalize(self, self.engine.close)
+            self.connections = agreed(connections, lambda said: self._share(said, timeout))
+            if self.connections > 1:
+                self.engine.divides = True  # before a peer can know that all are connected
+                more = [meeting.connect_all(deadline) for _ in range(self.connections + 1)]
+                self.engine.widen(more, timeout.total_seconds() / 2)
         finally:
             meeting.close()
-        self.engine = SocketEngine(connections)
-        weakref.finalize(self, self.engine.close)
+
+    def _share(self, said: bytes, timeout: timedelta) -> list[bytes]:
+        """What every rank says, all equally long."""
+        ours = torch.tensor([[*bytes(HEADER), *said]], dtype=torch.uint8)
+        every = ours.repeat(len(self.world), 1)
+        SocketTransport(self, timeout=timeout).all_gather(every, ours, SETTLE).wait()
+        return [bytes(row[HEADER:].tolist()) for row in every]
 
 
 @dataclass(eq=False)
@@ -253,6 +278,14 @@ class IncomingMessage:
         self.memory: memoryview | None = None
         self.receipt: Receipt | None = None
         self.gives_up = False
+        self.divided, self.had = False, set[int]()  # offsets of the pieces that have come
+        self.end_of_it = ""  # how the peer went before it was whole
+
+    def end(self, how: str) -> None:
+        """The peer went before the message was whole."""
+        self.end_of_it = how
+        if self.receipt is not None:
+            self.receipt.transfer.closed[self.receipt.rank] = how
 
     def meet(self, receipt: Receipt) -> None:
         """Bring the header where it belongs, and what has come of the payload, if that fits."""
@@ -268,7 +301,8 @@ class IncomingMessage:
             )
         else:
             if self.memory is not None:
-                payload[: self.at] = self.memory[: self.at]
+                came = self.length if self.divided else self.at
+                payload[:came] = self.memory[:came]
             self.memory, self.receipt = payload, receipt
             self.advance(0)
             return
@@ -279,6 +313,32 @@ class IncomingMessage:
         if self.at == self.length and self.receipt is not None:
             self.receipt.transfer.receiving.discard(self.receipt.rank)
             self.receipt = None
+
+
+class IncomingPiece:
+    """Part of a message that comes over any connection, perhaps twice: then to nowhere."""
+
+    receipt, gives_up, divided = None, False, False
+
+    def __init__(self, whole: IncomingMessage | None, header: bytes, length: int) -> None:
+        self.whole, self.header, self.length, self.at = whole, header, length, 0
+        self.number, self.offset = _PIECE.unpack(header)
+
+    @property
+    def memory(self) -> memoryview | None:
+        whole = self.whole
+        if whole is None or whole.memory is None or self.offset in whole.had:
+            return None
+        return whole.memory[self.offset : self.offset + self.length]
+
+    def advance(self, count: int) -> None:
+        self.at += count
+        if self.at == self.length and self.whole and self.offset not in self.whole.had:
+            self.whole.had.add(self.offset)
+            self.whole.advance(self.length)
+
+
+Incoming = IncomingMessage | IncomingPiece
 
 
 class OutgoingMessage:
@@ -294,6 +354,20 @@ class OutgoingMessage:
     ) -> None:
         self.transfer, self.rank = transfer, rank
         self.left = [memoryview(envelope(tag, len(payload), header)), payload]
+        self.unsent = set[OutgoingPiece]()  # those that have never gone as a whole
+        self.unconfirmed = set[OutgoingPiece]()
+
+    def divide(self, number: int, connections: int) -> "list[OutgoingPiece]":
+        """Leave the payload to pieces, a few for each connection."""
+        payload, (least, most) = self.left.pop(), PIECES
+        self.left.append(payload[:0])
+        size = min(max(len(payload) // (4 * connections), least), most)
+        pieces = [
+            OutgoingPiece(self, _PIECE.pack(number, at), payload[at : at + size])
+            for at in range(0, len(payload), size)
+        ]
+        self.unsent, self.unconfirmed = set(pieces), set(pieces)
+        return pieces
 
     def advance(self, count: int) -> bool:
         """Count bytes that have gone; true if all have."""
@@ -303,9 +377,47 @@ class OutgoingMessage:
             self.left[0] = self.left[0][count:]
         if self.transfer is not None and len(self.left) < 2:
             self.transfer.headers_unsent.discard(self.rank)
-            if not self.left:
+            if not self.left and not self.unsent:
                 self.transfer.sending.discard(self.rank)
+                for piece in self.unconfirmed:
+                    piece.keep()
         return not self.left
+
+    def fail(self, how: str) -> None:
+        """The peer has hung up."""
+        if self.transfer is not None:
+            self.transfer.closed[self.rank] = how
+
+
+class OutgoingPiece(OutgoingMessage):
+    """Part of a payload, until the receiver has said that it has it."""
+
+    carrier: "_Connection | None" = None
+
+    def __init__(self, whole: OutgoingMessage, header: bytes, payload: memoryview) -> None:
+        super().__init__(None, whole.rank, header, payload, PIECE)
+        self.whole, self.header, self.payload = whole, header, payload
+
+    def advance(self, count: int) -> bool:
+        gone = super().advance(count)
+        if gone and self in self.whole.unsent:
+            self.whole.unsent.remove(self)
+            self.whole.advance(0)
+        return gone
+
+    def keep(self) -> None:
+        """Have the bytes in memory of our own, whatever becomes of the tensor."""
+        self.payload = memoryview(bytes(self.payload))
+        if self.left:
+            self.left[-1] = self.payload[len(self.payload) - len(self.left[-1]) :]
+
+    def again(self) -> None:
+        """Go from the start."""
+        self.left = [memoryview(envelope(PIECE, len(self.payload), self.header)), self.payload]
+
+    def fail(self, how: str) -> None:
+        if self in self.whole.unsent:
+            self.whole.fail(how)
 
 
 def envelope(tag: int, length: int, header: bytes) -> bytes:
@@ -322,21 +434,22 @@ def opened(head: memoryview) -> tuple[int, int, bytes] | None:
     return (tag, length, header) if whole else None
 
 
-class _Peer:
-    """This rank's end of the connection to one peer."""
+class _Connection:
+    """This rank's end of a connection to a peer."""
 
-    def __init__(self, rank: int, connection: socket.socket) -> None:
+    def __init__(self, peer: "_Peer | None", connection: socket.socket) -> None:
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.rank, self.socket = rank, connection
+        self.socket = connection
+        self.peer = peer if peer is not None else cast(_Peer, self)
         self.open = True
-        self.end_of_it = ""  # how it was closed
-        self.due = 0  # receipts posted that no message has met
         self.outgoing: deque[OutgoingMessage] = deque()
-        self.message: IncomingMessage | None = None  # whose payload comes now
+        # whose payload comes now
+        self.message: Incoming | None = None
         self.unparsed = memoryview(bytearray(_PARSED))
         self.end = 0  # of what was read into ``unparsed``
+        self.early = False  # a piece has come whose message has not
         self.mask = select.EPOLLIN
         self._wake_at = 0
         # makes the kernel's buffer as large as the wake-up would need, and leaves it so
@@ -350,6 +463,22 @@ class _Peer:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
 
+class _Peer(_Connection):
+    """The first connection to a peer, and what is known of it."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        super().__init__(None, connection)
+        self.rank = rank
+        self.end_of_it = ""  # how it was closed
+        self.due = 0  # receipts posted that no message has met
+        self.carriers: list[_Connection] = []  # of pieces
+        self.told: _Connection | None = None  # which pieces have come
+        self.sent = self.came = 0  # divided messages
+        self.pieces: deque[OutgoingPiece] = deque()  # that no connection has taken
+        self.unconfirmed: dict[bytes, OutgoingPiece] = {}  # taken, by their headers
+        self.incoming: dict[int, IncomingMessage] = {}  # divided, and not whole yet
+
+
 class SocketEngine:
     """Moves what is under way on the connections of one rank. All methods may be called by any
     thread."""
@@ -358,9 +487,10 @@ class SocketEngine:
         self._changed = threading.Condition(threading.Lock())
         self._poll = select.epoll()
         self._peers = {rank: _Peer(rank, connection) for rank, connection in connections.items()}
-        self._by_file = {peer.socket.fileno(): peer for peer in self._peers.values()}
-        for file, peer in self._by_file.items():
-            self._poll.register(file, peer.mask)
+        self._by_file: dict[int, _Connection] = {}
+        for peer in self._peers.values():
+            self._watch_for(peer)
+        self.divides = False  # long payloads, so that peers expect them in pieces
         self._receipts: dict[tuple[int, int], Receipt] = {}
         self._early: dict[tuple[int, int], deque[IncomingMessage]] = defaultdict(deque)
         self._early_bytes = 0
@@ -372,6 +502,17 @@ class SocketEngine:
         close_in_children(self)
         self._thread = threading.Thread(target=self._watch, name="commpress-sockets", daemon=True)
         self._thread.start()
+
+    def widen(self, more: Sequence[Mapping[int, socket.socket]], seconds: float) -> None:
+        """Take further connections to every peer: the last for receipts, the others for pieces,
+        given up where nobody acknowledges one for so long."""
+        with self._changed:
+            for peer in self._peers.values():
+                for each in more:
+                    for_pieces(each[peer.rank], seconds)
+                *peer.carriers, peer.told = [_Connection(peer, each[peer.rank]) for each in more]
+                for end in (*peer.carriers, peer.told):
+                    self._watch_for(end)
 
     def post(
         self, transfer: SocketTransfer, out: Mapping[int, Parts], inp: Mapping[int, Parts], tag: int
@@ -426,8 +567,8 @@ class SocketEngine:
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            for peer in self._peers.values():
-                peer.socket.close()
+            for end in self._by_file.values():
+                end.socket.close()
             self._busy.set()
 
     def abandon(self, reason: str) -> None:
@@ -440,9 +581,9 @@ class SocketEngine:
         """Locks are new, whoever held the old ones is not here."""
         self._changed, self._busy = threading.Condition(threading.Lock()), threading.Event()
         self._closed = True
-        for peer in self._peers.values():
-            peer.open = False
-            peer.socket.close()
+        for end in self._by_file.values():
+            end.open = False
+            end.socket.close()
         self._poll.close()
 
     # ------------------------------------------------------------ under the lock
@@ -458,16 +599,20 @@ class SocketEngine:
             ranks=tuple(members.index(r) for r in self._damaged if r in members),
         )
 
+    def _watch_for(self, end: _Connection) -> None:
+        self._by_file[end.socket.fileno()] = end
+        self._poll.register(end.socket.fileno(), end.mask)
+
     def _act(self, events: list[tuple[int, int]]) -> None:
         self._driven = time.monotonic()
         for file, what in events:
-            peer = self._by_file.get(file)
-            if peer is None:
+            end = self._by_file.get(file)
+            if end is None:
                 continue
             if what & select.EPOLLOUT:
-                self._flush(peer)
-            if peer.open and what & ~select.EPOLLOUT:
-                self._read(peer)
+                self._flush(end)
+            if end.open and what & ~select.EPOLLOUT:
+                self._read(end)
         self._changed.notify_all()
 
     def _expect(self, peer: _Peer, receipt: Receipt, tag: int) -> None:
@@ -481,10 +626,10 @@ class SocketEngine:
             self._early_bytes -= message.length
             if crowded:
                 for each in self._peers.values():
-                    self._listen(each)
+                    self._resume(each)
             message.meet(receipt)
-            if message.at < message.length and not peer.open:
-                receipt.transfer.closed[receipt.rank] = peer.end_of_it
+            if message.end_of_it:
+                receipt.transfer.closed[receipt.rank] = message.end_of_it
             return
         if key in self._receipts:
             raise CommunicationError(
@@ -496,104 +641,170 @@ class SocketEngine:
         self._receipts[key] = receipt
         peer.due += 1
         if self._early_bytes > EARLY:
-            self._listen(peer)
+            self._resume(peer)
+
+    def _resume(self, end: _Connection) -> None:
+        """Go on with a connection that was not read for a while."""
+        end.early = False
+        if end.open and end.end and end.message is None and not self._ignored(end):
+            self._parse(end)
+        self._listen(end)
 
     def _send(self, peer: _Peer, sending: OutgoingMessage) -> None:
         if not peer.open:
-            if sending.transfer is not None:
-                sending.transfer.closed[sending.rank] = peer.end_of_it
+            sending.fail(peer.end_of_it)
             return
+        if self.divides and len(sending.left[1]) >= DIVIDED:
+            peer.pieces += sending.divide(peer.sent, len(peer.carriers) or 1)
+            peer.sent += 1
         peer.outgoing.append(sending)
         if len(peer.outgoing) == 1:
             self._flush(peer)
+        if peer.pieces:
+            self._deal(peer)
 
-    def _flush(self, peer: _Peer) -> None:
-        while peer.outgoing:
+    def _deal(self, peer: _Peer) -> None:
+        """Give each idle connection a piece, and more to those that can send them."""
+        idle = [end for end in peer.carriers or [peer] if not end.outgoing]
+        for end in [each for each in idle if peer.pieces and self._take(each)]:
+            self._flush(end)
+
+    def _take(self, end: _Connection) -> bool:
+        """Have a connection carry the next piece, if it is one for pieces and there is one."""
+        peer = end.peer
+        if not end.open or end not in (peer.carriers or [peer]):
+            return False
+        piece = peer.pieces.popleft()
+        piece.carrier, peer.unconfirmed[piece.header] = end, piece
+        end.outgoing.append(piece)
+        return True
+
+    def _flush(self, end: _Connection) -> None:
+        while end.outgoing or (end.peer.pieces and self._take(end)):
             try:
-                count = peer.socket.sendmsg(peer.outgoing[0].left)
+                count = end.socket.sendmsg(end.outgoing[0].left)
             except BlockingIOError:
                 break
             except OSError:
-                self._read(peer)  # why it gave up, if it said so
-                if peer.open:
-                    self._hang_up(peer)
+                self._read(end)  # why it gave up, if it said so
+                if end.open:
+                    self._hang_up(end)
                 return
-            if not peer.outgoing[0].advance(count):
+            if not end.outgoing[0].advance(count):
                 break
-            peer.outgoing.popleft()
-        if bool(peer.outgoing) != bool(peer.mask & select.EPOLLOUT):
-            self._listen(peer)
+            end.outgoing.popleft()
+        self._listen(end)
 
-    def _listen(self, peer: _Peer) -> None:
-        """Choose the news of a peer that count now."""
-        mask = (0 if self._ignored(peer) else select.EPOLLIN) | (
-            select.EPOLLOUT if peer.outgoing else 0
+    def _listen(self, end: _Connection) -> None:
+        """Choose the news of a connection that count now."""
+        mask = (0 if self._ignored(end) else select.EPOLLIN) | (
+            select.EPOLLOUT if end.outgoing else 0
         )
-        if mask != peer.mask and peer.open:
-            peer.mask = mask
-            self._poll.modify(peer.socket.fileno(), mask)
+        if mask != end.mask and end.open:
+            end.mask = mask
+            self._poll.modify(end.socket.fileno(), mask)
 
-    def _ignored(self, peer: _Peer) -> bool:
-        """True where nothing is due from it, and enough read aside."""
-        return self._early_bytes > EARLY and not peer.due and peer.message is None
+    def _ignored(self, end: _Connection) -> bool:
+        """True where a piece waits for its message, or nothing is due from a peer, and enough read
+        aside."""
+        if end is not end.peer:
+            return end.early
+        return self._early_bytes > EARLY and not end.peer.due and end.message is None
 
-    def _read(self, peer: _Peer) -> None:
+    def _read(self, end: _Connection) -> None:
         for i in range(READS):
-            message = peer.message
-            if i and self._ignored(peer):
+            message = end.message
+            if i and self._ignored(end):
                 break
+            memory = None if message is None else message.memory
             if message is None:
-                room = peer.unparsed[peer.end :]
-            elif message.memory is None:
-                room = peer.unparsed[: message.length - message.at]
+                room = end.unparsed[end.end :]
+            elif memory is None:
+                room = end.unparsed[: message.length - message.at]
             else:
-                room = message.memory[message.at :]
+                room = memory[message.at :]
             try:
-                count = peer.socket.recv_into(room)
+                count = end.socket.recv_into(room)
             except BlockingIOError:
                 break
             except OSError:
                 count = 0
             if not count:
-                self._hang_up(peer)
+                self._hang_up(end)
                 return
             if message is None:
-                peer.end += count
-                self._parse(peer)
+                end.end += count
+                self._parse(end)
             else:
-                self._advance(peer, message, count)
-            if not peer.open:
+                self._advance(end, message, count)
+            if not end.open:
                 return
             if count < len(room):
                 break
-        message = peer.message
-        peer.wake_at(1 if message is None else min(message.length - message.at, WAKE))
-        if self._early_bytes > EARLY:
-            self._listen(peer)
+        message = end.message
+        end.wake_at(1 if message is None else min(message.length - message.at, WAKE))
+        if end.early or self._early_bytes > EARLY:
+            self._listen(end)
 
-    def _parse(self, peer: _Peer) -> None:
-        at, end = 0, peer.end
-        while end - at >= _HEAD.size and peer.message is None:
-            head = opened(peer.unparsed[at : at + _HEAD.size])
+    def _parse(self, end: _Connection) -> None:
+        at, filled = 0, end.end
+        message: Incoming | None
+        while filled - at >= _HEAD.size and end.message is None:
+            if at and self.divides and self._ignored(end):
+                break
+            head = opened(end.unparsed[at : at + _HEAD.size])
             if head is None:
-                self._refuse(peer, DAMAGED)
+                self._refuse(end.peer, DAMAGED)
                 return
             tag, length, header = head
-            message = IncomingMessage(header, length)
-            at += _HEAD.size
-            self._place(peer, message, tag)
-            if not peer.open:
+            if PIECE >= tag >= HAS:
+                message = self._piece(end, tag, length, header)
+            else:
+                message = IncomingMessage(header, length)
+                message.divided = self.divides and length >= DIVIDED
+                self._place(end.peer, message, tag)
+                if message.divided:
+                    self._divided(end.peer, message)
+            if not end.open:
                 return
-            part = min(length, end - at)
-            if part and message.memory is not None:
-                message.memory[:part] = peer.unparsed[at : at + part]
+            if end.early:
+                break
+            at += _HEAD.size
+            if message is None or message.divided:
+                continue
+            part = min(length, filled - at)
+            if part and (memory := message.memory) is not None:
+                memory[:part] = end.unparsed[at : at + part]
             at += part
-            self._advance(peer, message, part)
-            if not peer.open:
+            self._advance(end, message, part)
+            if not end.open:
                 return  # type: ignore[unreachable]  # mypy does not know that ``_advance`` may hang up
-        if at < end:
-            peer.unparsed[: end - at] = bytes(peer.unparsed[at:end])
-        peer.end = end - at
+        if at < filled:
+            end.unparsed[: filled - at] = bytes(end.unparsed[at:filled])
+        end.end = filled - at
+
+    def _piece(
+        self, end: _Connection, tag: int, length: int, header: bytes
+    ) -> IncomingPiece | None:
+        """A piece that comes now; None where its message has not come, or for a word about ours."""
+        peer = end.peer
+        if tag == HAS:
+            if (sent := peer.unconfirmed.pop(header, None)) is not None:
+                sent.whole.unconfirmed.discard(sent)
+            return None
+        number, offset = _PIECE.unpack(header)
+        whole = peer.incoming.get(number)
+        end.early = number >= peer.came and peer.open and end is not peer
+        if (end is peer and number >= peer.came) or (whole and offset + length > whole.length):
+            self._refuse(peer, DAMAGED)
+        return None if end.early else IncomingPiece(whole, header, length)
+
+    def _divided(self, peer: _Peer, message: IncomingMessage) -> None:
+        """The payload of a message comes in pieces; some may wait for it."""
+        peer.incoming[peer.came] = message
+        peer.came += 1
+        for carrier in [each for each in peer.carriers if each.early]:
+            self._resume(carrier)
 
     def _place(self, peer: _Peer, message: IncomingMessage, tag: int) -> None:
         if tag == GIVE_UP:
@@ -612,13 +823,27 @@ class SocketEngine:
         peer.due -= 1
         message.meet(receipt)
 
-    def _advance(self, peer: _Peer, message: IncomingMessage, count: int) -> None:
+    def _advance(self, end: _Connection, message: Incoming, count: int) -> None:
         message.advance(count)
-        peer.message = message if message.at < message.length else None
-        if message.gives_up and peer.message is None and message.memory is not None:
+        end.message = message if message.at < message.length else None
+        if end.message is None and isinstance(message, IncomingPiece):
+            self._confirm(end.peer, message)
+        elif message.gives_up and end.message is None and message.memory is not None:
             how = f"gave up: {bytes(message.memory).decode('utf-8', 'replace')}"
-            self._hang_up(peer, how)
-            self._give_up(f"rank {peer.rank} {how}", tell=False)
+            self._hang_up(end.peer, how)
+            self._give_up(f"rank {end.peer.rank} {how}", tell=False)
+
+    def _confirm(self, peer: _Peer, piece: IncomingPiece) -> None:
+        """Tell the peer that a piece has come."""
+        if piece.whole is not None and piece.whole.at == piece.whole.length:
+            peer.incoming.pop(piece.number, None)
+            if not peer.open and not peer.incoming:
+                self._cut(peer)
+        end = peer.told if peer.told is not None and peer.told.open else peer
+        if end.open:
+            word = OutgoingMessage(None, peer.rank, piece.header, memoryview(b""), HAS)
+            end.outgoing.append(word)
+            self._listen(end)
 
     def _drop(self, transfer: SocketTransfer) -> None:
         """Have a failed transfer take no more messages; its own that lie here still leave, for
@@ -630,13 +855,13 @@ class SocketEngine:
             del self._receipts[key]
             self._peers[key[0]].due -= 1
         for peer in self._peers.values():
-            message = peer.message
-            if (
-                message is not None
-                and message.receipt is not None
-                and message.receipt.transfer is transfer
-            ):
-                message.memory = message.receipt = None
+            for message in (peer.message, *peer.incoming.values()):
+                if (
+                    isinstance(message, IncomingMessage)
+                    and message.receipt is not None
+                    and message.receipt.transfer is transfer
+                ):
+                    message.memory = message.receipt = None
 
     def _refuse(self, peer: _Peer, how: str) -> None:
         """Give up on a peer whose bytes are of no use, and tell all ranks."""
@@ -660,22 +885,52 @@ class SocketEngine:
         for peer in self._peers.values():
             self._send(peer, OutgoingMessage(None, peer.rank, bytes(HEADER), words, GIVE_UP))
 
-    def _hang_up(self, peer: _Peer, how: str = HUNG_UP) -> None:
-        """The peer has closed its end, whatever it was doing, or is of no more use."""
-        peer.open, peer.end_of_it = False, how
-        self._poll.unregister(peer.socket.fileno())
-        del self._by_file[peer.socket.fileno()]
-        peer.socket.close()
-        for sending in peer.outgoing:
-            if sending.transfer is not None:
-                sending.transfer.closed[sending.rank] = how
-        peer.outgoing.clear()
-        for key in [key for key in self._receipts if key[0] == peer.rank]:
-            receipt = self._receipts.pop(key)
-            receipt.transfer.closed[receipt.rank] = how
-        if peer.message is not None and peer.message.receipt is not None:
-            peer.message.receipt.transfer.closed[peer.message.receipt.rank] = how
+    def _hang_up(self, end: _Connection, how: str = HUNG_UP) -> None:
+        """The peer has closed its end, whatever it was doing, or is of no more use. While the first
+        connection is there the others replace one that ends; what has gone over them still comes
+        when it is not."""
+        self._close(end)
+        peer = end.peer
+        if end is peer:
+            peer.end_of_it = how
+            for sending in (*peer.outgoing, *peer.pieces, *peer.unconfirmed.values()):
+                sending.fail(how)
+            peer.pieces.clear()
+            peer.unconfirmed.clear()
+            for each in (peer, *peer.carriers):
+                each.outgoing.clear()
+            for key in [key for key in self._receipts if key[0] == peer.rank]:
+                receipt = self._receipts.pop(key)
+                receipt.transfer.closed[receipt.rank] = how
+            if isinstance(peer.message, IncomingMessage):
+                peer.message.end(how)
+            for carrier in list(peer.carriers):
+                self._resume(carrier)
+        elif end in peer.carriers:
+            peer.carriers.remove(end)
+            end.outgoing.clear()
+            for piece in [each for each in peer.unconfirmed.values() if each.carrier is end]:
+                del peer.unconfirmed[piece.header]
+                piece.again()
+                peer.pieces.appendleft(piece)
+            self._deal(peer)
+        if not peer.open and (how != HUNG_UP or not peer.incoming or not peer.carriers):
+            self._cut(peer)
         self._changed.notify_all()
+
+    def _cut(self, peer: _Peer) -> None:
+        """Nothing more comes from a peer that has hung up."""
+        for message in peer.incoming.values():
+            message.end(peer.end_of_it)
+        peer.incoming.clear()
+        for end in [each for each in self._by_file.values() if each.peer is peer]:
+            self._close(end)
+
+    def _close(self, end: _Connection) -> None:
+        end.open = False
+        self._poll.unregister(end.socket.fileno())
+        del self._by_file[end.socket.fileno()]
+        end.socket.close()
 
     # ------------------------------------------------------------ when nobody waits
 
@@ -687,7 +942,9 @@ class SocketEngine:
                 if self._closed:
                     break
                 self._under_way = {each for each in self._under_way if not each.over}
-                if not self._under_way and not any(peer.outgoing for peer in self._peers.values()):
+                if not self._under_way and not any(
+                    end.outgoing or end.peer.unconfirmed for end in self._by_file.values()
+                ):
                     self._busy.clear()
                 elif not self._leading and time.monotonic() - self._driven > TICK / 2:
                     self._act(self._poll.poll(0))

@@ -114,6 +114,10 @@ def test_all_to_all_and_experts(tmp_path):
     (row,) = run(f"alltoall --ranks 2 {sizes} --check", tmp_path)["rows"]
     assert row["wrong"] == 0
     assert row["nodes"] > 0
+    sizes = "--connections 1,2 --min-bytes 512KiB --max-bytes 512KiB --rounds 1"
+    (row,) = run(f"alltoall --ranks 2 {sizes} --check", tmp_path)["rows"]
+    assert row["wrong"] == 0
+    assert all(row["over"][n] > 0 for n in "12")
     sizes = "--topology 2x1 --k 2 --tokens 256 --width 64 --experts 4 --rounds 1"
     (row,) = run(f"expert_dispatch --ranks 2 {sizes} --check", tmp_path)["rows"]
     assert row["wrong"] == 0 < row["node_bytes"]
