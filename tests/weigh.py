@@ -60,7 +60,7 @@ def weigh(folder: Path) -> tuple[Counter[str], Counter[str]]:
 
 
 def options() -> dict[str, int]:
-    """Options of every public call of the installed commpress."""
+    """Options of every public call of the installed commpress: arguments with a default."""
     import inspect
 
     import commpress
@@ -69,7 +69,8 @@ def options() -> dict[str, int]:
     for name in commpress.__all__:
         taker = getattr(commpress, name)
         if callable(taker) and not (isinstance(taker, type) and issubclass(taker, Exception)):
-            found[name] = len(inspect.signature(taker).parameters)
+            parameters = inspect.signature(taker).parameters.values()
+            found[name] = sum(each.default is not each.empty for each in parameters)
     return found
 
 

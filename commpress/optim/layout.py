@@ -200,34 +200,38 @@ class Columns(Consensus):
 
 
 def groups_on(
-    process_group: Any, parameters: Iterable[Any], agree_over: AgreeOver | None = None
+    mesh: DeviceMesh | None,
+    parameters: Iterable[Any],
+    process_group: Any,
+    agree_over: AgreeOver | None = None,
 ) -> tuple[Any, AgreeOver | None]:
-    """Return the ranks that average and the ranks that must agree: as given, or, if
-    ``process_group`` is the whole mesh, the ranks with equal shards and all of them."""
-    if not isinstance(process_group, DeviceMesh):
+    """Return the ranks that average and the ranks that must agree: as given, or those of ``mesh``.
+
+    The ranks of a mesh average over its dimensions in which no parameter is cut.
+    """
+    if mesh is None:
         return process_group, agree_over
-    mesh = process_group
-    if agree_over is not None:
+    if process_group is not None or agree_over is not None:
         raise InvalidArgument(
-            "process_group is a DeviceMesh, and agree_over is given: pass the whole mesh alone, or "
-            "two groups"
+            "mesh is given, and so is process_group or agree_over: pass the whole mesh alone, or "
+            "the two groups without it"
         )
     names = mesh.mesh_dim_names
     if names is None:
         raise InvalidArgument(
-            "process_group is a DeviceMesh without names: make it with mesh_dim_names, as in "
-            "init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))"
+            "mesh has no names: make it with mesh_dim_names, as in init_device_mesh('cpu', (2, 2), "
+            "mesh_dim_names=('dp', 'tp'))"
         )
     cut = {name for p in parameters if is_cut(p) for name in p.device_mesh.mesh_dim_names or ()}
     average = tuple(name for name in names if name not in cut)
     if unknown := cut - set(names):
         raise InvalidArgument(
-            f"parameters are cut over {sorted(unknown)}, and process_group has the dimensions "
+            f"parameters are cut over {sorted(unknown)}, and mesh has the dimensions "
             f"{list(names)}: pass the mesh whose part they are on"
         )
     if not average:
         raise InvalidArgument(
-            f"parameters are cut over all dimensions of the mesh, {list(names)}: no ranks have the "
+            f"parameters are cut over all dimensions of mesh, {list(names)}: no ranks have the "
             "same part. Pass the whole mesh, with the dimension over which replicas average"
         )
     over = mesh[average] if len(average) < len(names) else mesh
@@ -257,7 +261,7 @@ def columns_over(
         raise InvalidArgument(
             f"parameter {cut!r} is a DTensor and agree_over is None: ranks with other shards of it "
             "would skip steps, freeze and thaw apart. Pass the whole mesh instead of the group, as "
-            "in process_group=mesh"
+            "in mesh=mesh"
         )
     return columns_of(parameters)
 
@@ -274,7 +278,7 @@ def check_cut(parameters: Sequence[Any], names: Sequence[str], process_group: An
         raise InvalidArgument(
             f"parameter {name!r} is a DTensor, of which this rank has a part (FSDP2, tensor "
             "parallelism), and process_group is None, which means all ranks: pass the ranks that "
-            "have the same part, the whole mesh: process_group=mesh. With fully_shard use torch's "
+            "have the same part, by the whole mesh: mesh=mesh. With fully_shard use torch's "
             "own optimizer and commpress.compress_fsdp(model)"
         )
     for other, parameter in cut:
@@ -294,7 +298,7 @@ def check_cut(parameters: Sequence[Any], names: Sequence[str], process_group: An
         raise InvalidArgument(
             f"parameter {name!r} is a DTensor on {mesh}, and process_group has the ranks {shared} "
             "of that mesh, which have other parts of it, or gradients that torch has averaged: "
-            "pass the ranks that have the same part, the whole mesh (process_group=mesh), and with "
+            "pass the ranks that have the same part, by the whole mesh (mesh=mesh), and with "
             "fully_shard use commpress.compress_fsdp(model)"
         )
     return name

@@ -31,7 +31,7 @@ from commpress.collectives.handover import Handover, Standing, cannot_follow
 from commpress.collectives.pairwise import square_sum
 from commpress.collectives.residual_state import Residuals
 from commpress.collectives.state import Checked, Stateful
-from commpress.collectives.transports.factory import on_reform, ranks_of
+from commpress.collectives.transports.factory import DeviceMesh, on_reform, ranks_of
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, check_counts
 from commpress.logs import warn_on_first
@@ -94,11 +94,12 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
       round.
     - ``overlap``: steps τ that are computed while a fragment is under way, or (τ, α) with the share
       of the rank's own weights when it arrives, by default τ / (τ + every).
-    - ``process_group``: the ranks that average, or a ``Transport`` among them, or the whole mesh of
-      a model under tensor parallelism, of which ranks average over the dimensions in which no
-      parameter is cut. Each of them may stand for other ranks under FSDP2 or tensor parallelism,
-      which together leave out a change that is not finite in the shard of one of them. Local
-      experts are not averaged: each rank trains its own, in every step.
+    - ``process_group``: the ranks that average, or a ``Transport`` among them. Each of them may
+      stand for other ranks under FSDP2 or tensor parallelism, which together leave out a change
+      that is not finite in the shard of one of them. Local experts are not averaged: each rank
+      trains its own, in every step.
+    - ``mesh``: in place of ``process_group``, the whole mesh of a model under tensor parallelism:
+      ranks average over the dimensions in which no parameter is cut.
     - ``exact_steps``: steps before the first round, in which gradients are averaged exactly.
     - ``weight``: "equal", "tokens" (say ``step(tokens=...)``) or "steps": how much a rank counts.
     - ``store``: "host" or "device", the place of Θ and the outer state; or this rank's own
@@ -120,6 +121,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         fragments: int | Sequence[Sequence[torch.Tensor]] = 1,
         overlap: int | tuple[int, float] = 0,
         exact_steps: int = 0,
+        mesh: DeviceMesh | None = None,
         process_group: Any = None,
         weight: Literal["equal", "tokens", "steps"] = "equal",
         store: Literal["host", "device"] | TieredStore | tuple[TieredStore, str] = "host",
@@ -164,7 +166,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         self._backgrounds = transport is None
         check_inner(self.inner, self.every, exact_steps)
         trained = self.inner.weights()
-        process_group, _ = groups_on(process_group, (each.parameter for each in trained))
+        process_group, _ = groups_on(mesh, (each.parameter for each in trained), process_group)
         ranks = ranks_of(process_group) if transport is None else tuple(range(transport.size))
         shared = [each for each in trained if not is_held(each.name, each.parameter, ranks)]
         # parameters that only some of these ranks hold: they are not averaged

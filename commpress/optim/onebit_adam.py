@@ -75,13 +75,11 @@ class FreezingOptimizer(CompressedOptimizer):
         exact_steps: int | Literal["auto"] | Freeze = "auto",
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        several = (
-            options.get("agree_over") is not None
-            or getattr(options.get("process_group"), "ndim", 1) > 1
-        )
+        mesh = options.get("mesh")
+        several = options.get("agree_over") is not None or (mesh is not None and mesh.ndim > 1)
         if several and not isinstance(exact_steps, (int, AfterSteps)):
             raise InvalidArgument(
-                f"exact_steps is {exact_steps!r} and a mesh or agree_over is given: each group of "
+                f"exact_steps is {exact_steps!r} and mesh or agree_over is given: each group of "
                 "ranks that communicate would freeze its variance at a step of its own. Pass a "
                 "number of steps"
             )
@@ -243,12 +241,12 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
       ``clip_grad_norm_``: gradients are local.
     - ``on_nonfinite``: "skip" the step on all ranks (default) or "raise"; nothing changes in either
       case.
-    - ``process_group``: the ranks that average; with tensor parallelism the whole DeviceMesh. Ranks
-      that have the same shards then average, over the dimensions in which no parameter is cut; all
-      take or skip a step together. Needs a number as ``exact_steps``.
-    - ``agree_over``: beside a group, a process group or DeviceMesh of all ranks that must stay
-      equal, if these are more, as in pipelines. ``max_grad_norm`` then needs parameters that are
-      DTensors.
+    - ``mesh``: with tensor parallelism the whole DeviceMesh. Ranks that have the same shards
+      average, over the dimensions in which no parameter is cut; all take or skip a step together.
+      Needs a number as ``exact_steps``.
+    - ``process_group``, ``agree_over``: in place of ``mesh``, the ranks that average, and a process
+      group or DeviceMesh of all ranks that must stay equal, if these are more, as in pipelines.
+      ``max_grad_norm`` then needs parameters that are DTensors.
     - ``check_every``: steps between comparisons of the replicas; 0 never.
     - ``grad_scaler``: AMP's GradScaler, which then follows the verdict of all ranks.
     - ``bias_correction``: correct both moments, as in Adam; DeepSpeed's optimizers do not.

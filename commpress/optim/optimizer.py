@@ -34,6 +34,7 @@ from commpress.collectives.reduce_scatter import Scatter
 from commpress.collectives.state import Checked, Stateful
 from commpress.collectives.transports.factory import (
     AgreeOver,
+    DeviceMesh,
     consensus_over,
     on_reform,
     ranks_of,
@@ -98,6 +99,7 @@ class OptimizerOptions(TypedDict, total=False):
     error_feedback: bool
     on_nonfinite: Literal["skip", "raise"]
     check_every: int
+    mesh: DeviceMesh | None
     process_group: Any
     agree_over: AgreeOver | None
     transport: Transport | None
@@ -231,6 +233,7 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
         error_feedback: bool = True,
         on_nonfinite: Literal["skip", "raise"] = "skip",
         check_every: int = 1000,
+        mesh: DeviceMesh | None = None,
         process_group: Any = None,
         agree_over: AgreeOver | None = None,
         transport: Transport | None = None,
@@ -269,7 +272,7 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
             "bias_correction": bias_correction,
         }
         params = list(params)
-        process_group, agree_over = groups_on(process_group, tensors_in(params), agree_over)
+        process_group, agree_over = groups_on(mesh, tensors_in(params), process_group, agree_over)
         self._ranks = ranks_of(process_group) if transport is None else tuple(range(transport.size))
         self.experts: ExpertAdam | None = None  # steps of local experts
         super().__init__(params, own | {"added_at": 0})

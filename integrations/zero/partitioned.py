@@ -24,6 +24,8 @@ from commpress.collectives.handover import Divided
 from commpress.collectives.reduce_scatter import gather_rows
 from commpress.collectives.residual_state import exact_state, residuals_of
 from commpress.collectives.transports.factory import (
+    AgreeOver,
+    DeviceMesh,
     consensus_over,
     on_reform,
 )
@@ -82,14 +84,12 @@ class Partitioned(Divided, Wrapper):
       reduction.
     - ``on_nonfinite``: "skip" (default) leaves out the step on all ranks if some rank has NaN or
       infinity, "raise" raises.
-    - ``process_group``: ranks that average gradients and divide the state; the whole DeviceMesh, if
-      parameters are DTensors of tensor parallelism. Ranks with equal shards then average gradients
-      and divide the state; all ranks skip steps together and clip to the norm of all gradients.
-      A pair, as in pipelines: the ranks that average, and a group or DeviceMesh of all ranks that
-      must skip steps together.
-
-    Call ``clip_grad_norm_`` before ``step`` to clip; or set the attribute ``max_grad_norm`` to the
-    global norm to which every step is to clip.
+    - ``max_grad_norm``: clip to this global norm in ``step``. Or call ``clip_grad_norm_`` before.
+    - ``process_group``: ranks that average gradients and divide the state.
+    - ``mesh``: the whole mesh, if parameters are DTensors of tensor parallelism. Ranks with equal
+      shards average gradients and divide the state; all ranks skip steps together and clip to the
+      norm of all gradients. Or pass both groups: ``process_group``, and as ``agree_over`` a process
+      group or DeviceMesh of all ranks that must skip steps together.
     """
 
     averages_gradients = True  # during backward, so nothing else may
@@ -106,10 +106,13 @@ class Partitioned(Divided, Wrapper):
         weights: str | Codec | Policy = "none",
         min_numel: int = 256,
         bucket_mb: float = 25.0,
+        max_grad_norm: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         on_nonfinite: Literal["skip", "raise"] = "skip",
         store: TieredStore | None = None,
+        mesh: DeviceMesh | None = None,
         process_group: Any = None,
+        agree_over: AgreeOver | None = None,
         **options: Any,
     ) -> None:
         if stage not in (1, 2):
@@ -119,7 +122,9 @@ class Partitioned(Divided, Wrapper):
         if not bucket_mb > 0:
             raise InvalidArgument(f"bucket_mb is {bucket_mb!r}, expected a positive number")
         tiers = {key: options.pop(key) for key in OF_STORE if store is not None and key in options}
-        super().__init__(params, optimizer, options, max_grad_norm=None, on_nonfinite=on_nonfinite)
+        super().__init__(
+            params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite
+        )
         places, self._frozen = trainable(self.param_groups)
         named = [(name, parameter) for group in places for parameter, name, _ in group]
         refuse_held("Partitioned", named, "divides what all ranks hold alike")
@@ -132,20 +137,19 @@ class Partitioned(Divided, Wrapper):
             grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         )
         _check_mixture(named, stage, self.grad_scaler)
-        group, agree_over = (
-            process_group if isinstance(process_group, tuple) else (process_group, None)
-        )
         parameters = [parameter for _, parameter in named]
-        group, agree_over = groups_on(group, parameters, agree_over)
+        process_group, agree_over = groups_on(mesh, parameters, process_group, agree_over)
         self.columns = columns_over(
             parameters,
             [name for name, _ in named],
-            process_group=group,
+            process_group=process_group,
             agree_over=agree_over,
         )
-        self.consensus = consensus_over(agree_over, group)
+        self.consensus = consensus_over(agree_over, process_group)
+        if max_grad_norm is not None:
+            self._check_norm("max_grad_norm", max_grad_norm)
         self.channel = Channel.among(
-            group,
+            process_group,
             workspace=Workspace(pooled=True),
             at_once=UNORDERED_LIMIT,
             device=device,
@@ -260,12 +264,7 @@ class Partitioned(Divided, Wrapper):
             raise InvalidArgument(
                 f"norm_type is {norm_type!r}, expected 2.0: only the Euclidean norm is supported"
             )
-        if self.consensus is not None and self.columns is None:
-            raise InvalidArgument(
-                f"max_norm is {max_norm!r} and all ranks of process_group[1] must agree, but no "
-                "parameter is a DTensor, from which a norm over them could be computed: leave "
-                "clipping out"
-            )
+        self._check_norm("max_norm", max_norm)
         self.gradients.synchronize()
         # without padding
         parts = [
@@ -293,6 +292,13 @@ class Partitioned(Divided, Wrapper):
         """Return this rank's factor in a sum over all ranks, such that replicated elements count
         once."""
         return 1.0 if self.columns is None else self.columns.share(own.member.parameter)
+
+    def _check_norm(self, name: str, limit: float) -> None:
+        if self.consensus is not None and self.columns is None:
+            raise InvalidArgument(
+                f"{name} is {limit!r} and agree_over is given, but no parameter is a DTensor, from "
+                "which a norm over these ranks could be computed: leave it out"
+            )
 
     def _every(self, value: float) -> list[float]:
         """Return the values of all ranks."""

@@ -68,7 +68,7 @@ MAKERS = {
 def optimizer_on(make, params, mesh, options):
     if mesh is None:
         return make(params.items(), **options)
-    return make(params.items(), process_group=mesh, **options)
+    return make(params.items(), mesh=mesh, **options)
 
 
 def move(optimizer, params, mesh, steps, bad=None):
@@ -573,9 +573,9 @@ def refusals(shape):
         "agree": lambda: onebit(params, **group),
         "column": lambda: onebit(params, process_group=mesh["tp"].get_group(), agree_over=mesh),
         "fsdp": lambda: onebit(cut, **both),
-        "twice": lambda: onebit(params, process_group=mesh, agree_over=mesh),
-        "narrow": lambda: onebit(params, process_group=mesh["tp"]),
-        "auto": lambda: commpress.OneBitAdam(params, process_group=mesh),
+        "twice": lambda: onebit(params, mesh=mesh, **group),
+        "narrow": lambda: onebit(params, mesh=mesh["tp"]),
+        "auto": lambda: commpress.OneBitAdam(params, mesh=mesh),
         "rates": lambda: lamb(params, rates="frozen", **both),
         "whole": lambda: lamb(params, codec="powersgd-2", **both),
         "clip": lambda: zero_one(params, max_grad_norm=1.0, **both),
@@ -592,10 +592,10 @@ def test_what_cannot_be_done_with_shards_is_refused_with_the_cure(pool, shape):
         assert "agree_over is None" in said["agree"]
         assert "Pass the whole mesh" in said["agree"]
         for name in ("column", "fsdp") if shape[0] > 1 else ():
-            assert "process_group=mesh" in said[name]
-        assert "agree_over is given: pass the whole mesh alone" in said["twice"]
-        assert "parameters are cut over all dimensions of the mesh, ['tp']" in said["narrow"]
-        assert "exact_steps is 'auto' and a mesh or agree_over is given" in said["auto"]
+            assert "mesh=mesh" in said[name]
+        assert "process_group or agree_over: pass the whole mesh alone" in said["twice"]
+        assert "parameters are cut over all dimensions of mesh, ['tp']" in said["narrow"]
+        assert "exact_steps is 'auto' and mesh or agree_over is given" in said["auto"]
         assert "leave rates= out" in said["rates"]
         assert "codec is 'powersgd" in said["whole"]
         assert "max_grad_norm is 1.0" in said["clip"]

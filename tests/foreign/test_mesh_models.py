@@ -114,7 +114,7 @@ def piped(kind, codec, faulty):
     schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss_of)
     held = list(part.named_parameters())
     if kind == "partitioned":
-        among = {"process_group": (mesh["dp"].get_group(), mesh)}
+        among = {"process_group": mesh["dp"].get_group(), "agree_over": mesh}
         options = {
             "codec": codec,
             "weights": "none" if codec == "none" else "int8",

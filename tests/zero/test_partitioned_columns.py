@@ -29,16 +29,12 @@ STEPS = 6
 
 
 def partitioned(params, mesh, **options):
-    named, limit = list(params.items()), options.pop("clip", None)
+    among = {} if mesh is None else {"mesh": mesh}
+    named = list(params.items())
     groups = [{"params": named[::2]}, {"params": named[1::2], "weight_decay": 0.1}]
-    optimizer = commpress.Partitioned(
-        groups,
-        torch.optim.AdamW,
-        process_group=mesh,
-        **{"lr": 1e-2, "bucket_mb": 0.02} | options,
+    return commpress.Partitioned(
+        groups, torch.optim.AdamW, **{"lr": 1e-2, "bucket_mb": 0.02} | among | options
     )
-    optimizer.max_grad_norm = limit
-    return optimizer
 
 
 def drawn(params, mesh, seed):
@@ -109,7 +105,7 @@ def trained(shape, names, options, folder=None):
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@pytest.mark.parametrize("options", [{"stage": 1}, {"clip": 1.0}], ids=str)
+@pytest.mark.parametrize("options", [{"stage": 1}, {"max_grad_norm": 1.0}], ids=str)
 def test_shards_take_the_steps_of_the_whole_in_every_bit(pool, options):
     expected, moments, _ = pool.run(trained, None, tuple(SHAPES), options, size=2)[0]
     for weights, found, skipped in pool.run(trained, (2, 2), tuple(SHAPES), options, size=4):
@@ -133,8 +129,8 @@ def coded(options, cut):
     params = parameters(mesh, ("tall", "wide", "same", "norm"))
     if not cut:
         params = {name: nn.Parameter(own(p).clone()) for name, p in params.items()}
-    group = mesh if cut else mesh["dp"].get_group()
-    options = {"lr": 1e-2, "bucket_mb": 1e-6, "min_numel": 0, "process_group": group} | options
+    group = {"process_group": mesh["dp"].get_group()} | ({"agree_over": mesh} if cut else {})
+    options = {"lr": 1e-2, "bucket_mb": 1e-6, "min_numel": 0} | group | options
     optimizer = commpress.Partitioned(params.items(), torch.optim.AdamW, **options)
     for step in range(STEPS):
         gradients = drawn(params, mesh, step)
@@ -188,7 +184,7 @@ def poisoned(poison, options, scaled):
 def test_replicas_and_columns_stay_equal_whatever_one_shard_sees(pool, poison, scaled, stage):
     """NaN, an infinity under a GradScaler, a norm to be clipped. Codecs mix the elements of a
     block, and shards differ."""
-    results = pool.run(poisoned, poison, {"stage": stage, "clip": 1.0}, scaled, size=4)
+    results = pool.run(poisoned, poison, {"stage": stage, "max_grad_norm": 1.0}, scaled, size=4)
     for weights, same, skipped, scales in results:
         assert apart(weights, results[0][0]) == 0
         assert torch.equal(same, results[0][1])
@@ -340,9 +336,8 @@ def locally(divided):
     params = parameters(mesh, tuple(SHAPES))
     options = {"lr": 1e-2, "foreach": False}
     if divided:
-        inner = commpress.Partitioned(
-            params.items(), torch.optim.AdamW, process_group=mesh["dp", "tp"], **options
-        )
+        among = {"process_group": mesh["dp"].get_group(), "agree_over": mesh["dp", "tp"]}
+        inner = commpress.Partitioned(params.items(), torch.optim.AdamW, **among, **options)
     else:
         inner = torch.optim.AdamW(params.values(), **options)
     local = commpress.LocalUpdates(
@@ -372,8 +367,9 @@ def refusals(shape):
     mesh = columns(shape)
     params = parameters(mesh, ("tall", "norm"))
     group = {"process_group": mesh["dp"].get_group()}
-    both, plain = (group["process_group"], mesh), {"norm": params["norm"]}
+    both = group | {"agree_over": mesh}
     cut = fully_shard(nn.Linear(64, 64), mesh=mesh["dp"]).named_parameters()
+    plain = {"norm": params["norm"]}
 
     def make(named, **options):
         return commpress.Partitioned(named, torch.optim.AdamW, lr=1e-2, **options)
@@ -381,11 +377,12 @@ def refusals(shape):
     calls = {
         "group": lambda: make(params.items()),
         "agree": lambda: make(params.items(), **group),
-        "fsdp": lambda: make(cut, **group),
+        "fsdp": lambda: make(cut, **both),
         "scaler": lambda: make(
-            params.items(), stage=1, grad_scaler=torch.amp.GradScaler("cpu"), process_group=mesh
+            params.items(), stage=1, grad_scaler=torch.amp.GradScaler("cpu"), **both
         ),
-        "clip": lambda: make(plain.items(), process_group=both).clip_grad_norm_(1.0),
+        "clip": lambda: make(plain.items(), max_grad_norm=1.0, **both),
+        "later": lambda: make(plain.items(), **both).clip_grad_norm_(1.0),
     }
     if shape[0] == 1:  # a rank alone has all of it, whatever it is called
         del calls["fsdp"]
@@ -395,8 +392,9 @@ def refusals(shape):
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
 def test_what_cannot_be_done_with_shards_is_refused_with_the_cure(pool, shape):
     for said in pool.run(refusals, shape, size=shape[0] * shape[1]):
-        assert "the whole mesh: process_group=mesh" in said["group"]
-        assert "process_group=mesh" in said["agree"]
+        assert "by the whole mesh: mesh=mesh" in said["group"]
+        assert "mesh=mesh" in said["agree"]
         assert "use stage=2" in said["scaler"].lower()
-        assert said["clip"].startswith("max_norm is 1.0 and all ranks of process_group[1]")
+        assert said["clip"].startswith("max_grad_norm is 1.0 and agree_over is given")
+        assert said["later"].startswith("max_norm is 1.0 and agree_over is given")
         assert shape[0] == 1 or "compress_fsdp" in said["fsdp"]
