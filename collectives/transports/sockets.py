@@ -182,7 +182,7 @@ class Mesh:
             meeting.close()
 
     def _share(self, said: bytes, timeout: timedelta) -> list[bytes]:
-        """What every rank says, all equally long."""
+        """Return the words of every rank, all equally long."""
         ours = torch.tensor([[*bytes(HEADER), *said]], dtype=torch.uint8)
         every = ours.repeat(len(self.world), 1)
         SocketTransport(self, timeout=timeout).all_gather(every, ours, SETTLE).wait()

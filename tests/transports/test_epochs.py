@@ -381,11 +381,11 @@ def test_who_collects_garbage_for_long_is_waited_for(monkeypatch):
         collect()
 
     monkeypatch.setattr(epochs.gc, "collect", slowly)
-    slow = threading.Thread(
-        target=three[2].agree, args=[Terms(labels=lambda: ["owner"] if held() else [])], name="slow"
-    )
+    terms = Terms(labels=lambda: ["owner"] if held() else [])
+    # half of which it may take: other tests have left much for the collector to look at
+    slow = threading.Thread(target=three[2].agree, args=[terms, 60.0], name="slow")
     slow.start()
-    together(three[:2])
+    together(three[:2], timeout=60.0)
     slow.join()
     gc.enable()
     assert_agree(three)

@@ -212,7 +212,7 @@ def test_a_word_that_comes_twice_is_no_harm(wide):
 
 
 def agreement(monkeypatch, wishes, trips=None):
-    """What ``agreed`` returns or raises on ranks whose environments and round trips are these."""
+    """Return what ``agreed`` returns or raises on ranks of these environments and round trips."""
     said, all_said, here = [], threading.Event(), threading.Semaphore(0)
     trips = trips or [0.0] * len(wishes)
 
