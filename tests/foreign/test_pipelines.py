@@ -404,7 +404,7 @@ def trained(schedule, kind, codec, **sharding):
     ours = kind == "partitioned" and codec is not None
     optimizer = sgd(run.held)
     if ours:
-        among = {"process_group": (group, run.mesh), "codec": codec, "min_numel": 1}
+        among = {"process_group": group, "agree_over": run.mesh, "codec": codec, "min_numel": 1}
         optimizer = commpress.Partitioned(
             run.named, torch.optim.SGD, lr=0.1, foreach=False, **among
         )
