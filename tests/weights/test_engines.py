@@ -279,7 +279,7 @@ def test_a_folder_without_what_belongs_beside_is_refused(places):
 
 
 def test_the_sidecar_has_the_engine_pull_and_load_each_version(places):
-    """From the command line, with an engine that applies what SGLang would."""
+    """Run the script from the command line, with an engine that applies what SGLang would."""
     live, loaded = weights(), []
 
     class Engine(BaseHTTPRequestHandler):

@@ -317,7 +317,7 @@ def test_a_stranger_at_a_relay_reads_nothing(server):
 
 
 def test_twenty_readers_that_wait_look_into_the_folder_as_often_as_one(tmp_path, monkeypatch):
-    """At most twenty times a second; and one that comes late need not wait with them."""
+    """Readers look at most twenty times a second; one that comes late need not wait with them."""
     looks, read = [], places.FolderPlace.look
     monkeypatch.setattr(
         places.FolderPlace, "look", lambda *args: looks.append(args[0]) or read(*args)

@@ -127,7 +127,7 @@ def test_a_model_in_another_order_takes_weights_by_their_names(tmp_path):
 
 
 def test_adapters_alone_and_merged_weights_reach_another_model(tmp_path):
-    """By peft, whose merged weights are other numbers than its modules hold."""
+    """Merge by peft, whose merged weights are other numbers than its modules hold."""
     peft = pytest.importorskip("peft")
 
     def adapted():
