@@ -256,7 +256,7 @@ class Agreement:
             raise self._excluded(place)
         if probe.dead:
             return DEAD
-        if time.monotonic() - probe.answered > self.patience and place not in self.sweeping:
+        if probe.silent > self.patience and place not in self.sweeping:
             return SILENT
         return LATE if time.monotonic() > self.late else ""
 

@@ -601,6 +601,12 @@ class Heartbeat:
     def heard_since(self, moment: float) -> bool:
         return self.answered > max(moment, self.since)
 
+    @property
+    def silent(self) -> float:
+        """Seconds without an answer, when it was last looked for one: this process may have been
+        stopped since."""
+        return self._looked - self.answered
+
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()

@@ -78,6 +78,7 @@ class Process:
 def _swift(monkeypatch):
     monkeypatch.setattr(epochs, "SILENCE", 1.0)
     monkeypatch.setattr(meeting, "AGAIN", 0.05)
+    monkeypatch.setattr(meeting, "UNATTENDED", 0.2)
     monkeypatch.setattr(epochs, "TICK", 0.01)
 
 
@@ -390,6 +391,21 @@ def test_who_collects_garbage_for_long_is_waited_for(monkeypatch):
     gc.enable()
     assert_agree(three)
     close(three)
+
+
+def test_who_was_stopped_itself_takes_nobody_for_silent(monkeypatch):
+    """It is stopped after it looked for an answer, and before it thinks about what it saw."""
+    look, two = meeting.Heartbeat.look, group("", "")
+
+    def stopped(probe):
+        look(probe)
+        time.sleep(1.5 * epochs.SILENCE)
+
+    monkeypatch.setattr(meeting.Heartbeat, "look", stopped)
+    with answering(two[1]):
+        agreement = Agreement(two[0].membership, Terms(), two[0], 20.0)
+        assert agreement._state(two[1].door.here) == ""
+    close(two)
 
 
 def test_a_minimum_is_kept():
