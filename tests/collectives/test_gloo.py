@@ -275,9 +275,12 @@ def scheduling_of(make):
 def scheduled():
     import commpress.backend  # noqa: F401
 
-    return scheduling_of(lambda: dist.new_group(backend="commpress")), scheduling_of(
-        lambda: dist.new_group(backend="gloo")
+    found = (
+        scheduling_of(lambda: dist.new_group(backend="commpress")),
+        scheduling_of(lambda: dist.new_group(backend="gloo")),
     )
+    dist.barrier()  # the other rank may still be connecting what is closed after the test
+    return found
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the system has no SCHED_BATCH")
