@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 from commpress.codecs.codec import Codec
-from commpress.codecs.family import EXACT
 from commpress.codecs.policy import Policy
 from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.kernels.pieces import KIND, NUMEL, Piece, Pieces, cut, width_of
@@ -136,7 +135,7 @@ def share(shape: torch.Size, codec: Codec, ranks: int) -> Share:
     if isinstance(codec, WholeTensorCodec):
         if codec.takes(shape):
             return Share(numel, codec.spec, codec.bits(shape, ranks))
-        codec = EXACT
+        codec = codec.rows
     widths = [width_of(min(PIECE, numel - offset), ranks) for offset in range(0, numel, PIECE)]
     row = sum(-(-c.row_bytes(width) // 8) * 8 for width in widths for c in (codec, codec.back))
     return Share(numel, codec.spec, 4.0 * ranks * row / max(numel, 1))

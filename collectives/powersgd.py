@@ -30,7 +30,7 @@ import torch
 from commpress.codecs.codec import Codec
 from commpress.codecs.family import EXACT
 from commpress.codecs.policy import Policy, Same
-from commpress.codecs.whole_tensors import LowRankCodec
+from commpress.codecs.whole_tensors import LowRankCodec, WholeTensorCodec
 from commpress.collectives.allreduce import Call, Outcome, reduce_message
 from commpress.collectives.buckets import PIECE, Message, Span, messages
 from commpress.collectives.frame import HEADER
@@ -63,14 +63,13 @@ Bases = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class RowsOnly:
-    """``policy`` for tensors that do not travel as matrices: a low-rank codec sends them
-    exactly."""
+    """``policy`` for tensors that do not travel as matrices."""
 
     policy: Policy
 
     def choose(self, name: str, numel: int) -> Codec:
         codec = self.policy.choose(name, numel)
-        return EXACT if isinstance(codec, LowRankCodec) else codec
+        return codec.rows if isinstance(codec, WholeTensorCodec) else codec
 
 
 @dataclass(eq=False)

@@ -35,6 +35,20 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant(
+        "vectors beside coded factors travel in float32",
+        "collectives/powersgd.py",
+        "return codec.rows if isinstance",
+        "return EXACT if isinstance",
+        "tests/codecs/test_low_rank.py",
+    ),
+    Mutant(
+        "vectors beside factors in four bits travel in four",
+        "commpress/codecs/whole_tensors.py",
+        "self.factors.row_bytes(1 << 12) >= 1 << 12",
+        "True",
+        "tests/codecs/test_low_rank.py",
+    ),
+    Mutant(
         "what coding Q loses is lost",
         "collectives/powersgd.py",
         "proposed.sent[kept : kept + numel] += buffer[first : first + numel]",

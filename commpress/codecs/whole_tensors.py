@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NoReturn
 
 from commpress.codecs.codec import Codec, NoRows
-from commpress.codecs.family import EXACT
+from commpress.codecs.family import EXACT, BlockCodec
 from commpress.errors import InvalidArgument
 
 
@@ -22,7 +22,12 @@ class WholeTensorCodec(NoRows):
 
     @abstractmethod
     def takes(self, shape: Sequence[int]) -> bool:
-        """Return whether it compresses a tensor of this shape; others are sent exactly."""
+        """Return whether it compresses a tensor of this shape; others travel in ``rows``."""
+
+    @property
+    def rows(self) -> Codec:
+        """The codec of tensors that it does not take."""
+        return EXACT
 
     @abstractmethod
     def bits(self, shape: Sequence[int], ranks: int) -> float:
@@ -41,7 +46,7 @@ class WholeTensorCodec(NoRows):
 
 def travels_whole(codec: object, shape: Sequence[int]) -> bool:
     """Return whether this codec compresses a tensor of this shape as a whole. False also if a codec
-    of whole tensors leaves it alone; it is then sent exactly, in rows."""
+    of whole tensors leaves it alone; it then travels in rows."""
     return isinstance(codec, WholeTensorCodec) and codec.takes(shape)
 
 
@@ -50,10 +55,10 @@ class LowRankCodec(WholeTensorCodec):
     """PowerSGD: send tensors of two or more dimensions, as matrices of shape[0] rows, by two
     factors of ``rank`` columns.
 
-    A tensor is sent exactly if it has one dimension or if its factors would have more than 1 /
-    ``min_rate`` of its elements. ``factors``: the codec of rows in which both factors travel; what
-    it loses stays in the residual. The codec serves gradients, by itself or inside a policy; calls
-    that do not know shapes refuse it.
+    A tensor travels in rows if it has one dimension or if its factors would have more than 1 /
+    ``min_rate`` of its elements. ``factors``: the codec in which both factors travel, and rows, but
+    these in eight bits at least; what it loses stays in the residual. The codec serves gradients,
+    by itself or inside a policy; calls that do not know shapes refuse it.
     """
 
     rank: int = 4
@@ -75,8 +80,8 @@ class LowRankCodec(WholeTensorCodec):
             )
 
     def matrix(self, shape: Sequence[int]) -> tuple[int, int, int] | None:
-        """Return rows, columns and rank of a tensor of this shape, or None if it is sent
-        exactly."""
+        """Return rows, columns and rank of a tensor of this shape, or None if it travels in
+        rows."""
         if len(shape) < 2 or 0 in shape:
             return None
         tall, wide = shape[0], math.prod(shape[1:])
@@ -85,6 +90,11 @@ class LowRankCodec(WholeTensorCodec):
 
     def takes(self, shape: Sequence[int]) -> bool:
         return self.matrix(shape) is not None
+
+    @property
+    def rows(self) -> Codec:
+        """``factors``; below eight bits, fp8: vectors are few, and int4 leaves elements asleep."""
+        return self.factors if self.factors.row_bytes(1 << 12) >= 1 << 12 else BlockCodec("fp8")
 
     def bits(self, shape: Sequence[int], ranks: int) -> float:
         tall, wide, rank = self.matrix(shape) or (0, 0, 0)

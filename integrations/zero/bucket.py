@@ -27,7 +27,7 @@ from torch.autograd.graph import increment_version
 from commpress.codecs import Codec
 from commpress.codecs.family import EXACT, CastCodec
 from commpress.codecs.policy import Policy, Same
-from commpress.codecs.whole_tensors import LowRankCodec, WholeTensorCodec
+from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.collectives.allreduce import Outcome
 from commpress.collectives.buckets import Span
 from commpress.collectives.exchange import Exchanges, Reduce
@@ -299,8 +299,8 @@ def _lossy(policy: Policy, name: str, parameter: torch.Tensor) -> Codec | None:
     """Return the codec, or None for exact values."""
     shape = largest_shard(parameter)
     codec = policy.choose(name, shape.numel())
-    if isinstance(codec, LowRankCodec) and codec.matrix(shape) is None:
-        return None
+    if isinstance(codec, WholeTensorCodec) and not codec.takes(shape):
+        codec = codec.rows
     return None if codec.lossless else codec
 
 

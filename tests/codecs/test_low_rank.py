@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import commpress
 from commpress.codecs import LowRankCodec, codec_named, policy_of
 from commpress.collectives.allreduce import Call, Workspace, settle
-from commpress.collectives.buckets import Span
+from commpress.collectives.buckets import Span, share
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
 from commpress.collectives.levels import Levels
@@ -251,6 +251,51 @@ def test_nothing_is_lost_in_levels(nodes, factors):
         for start, numel, kept in plan.message.pieces.residual_runs:
             total[start : start + numel] -= feedback.sent[kept : kept + numel] / topology.size
     assert total.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("factors", ["none", "bf16", "fp8"])
+@pytest.mark.parametrize("nodes", ["2,1", ""])
+def test_vectors_travel_as_in_the_codec_of_factors_alone(nodes, factors):
+    """Bit for bit, residuals included: over three steps, beside matrices and without them."""
+    topology, shapes = Topology.parse(nodes or "1,1,1"), [(30, 40), (700,), (3, 3), (64, 64), (5,)]
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    spans = [Span(f"w{i}", sum(sizes[:i]), numel) for i, numel in enumerate(sizes)]
+    every = [gradients(3, sum(sizes), step) for step in range(3)]
+
+    def results(codec):
+        channels = [Channel(transport) for transport in Loopback(3).transports()]
+        for channel in channels if nodes else []:
+            channel.levels = Levels(hierarchy_of(topology, channel.transport))
+        sets = [Exchanges(policy_of(codec), 3, c.workspace, levels=c.levels) for c in channels]
+        found = []
+        for step, inputs in enumerate(every):
+            jobs, buffers = [], [each.clone() for each in inputs]
+            for channel, exchanges, buffer in zip(channels, sets, buffers, strict=True):
+                exchange = exchanges.of((), lambda: (spans, shapes), CPU)
+                jobs.append(exchange.steps(channel, buffer, channel.call(exchange.sequences, step)))
+            for outcomes in simulate(jobs):
+                settle(outcomes, taken=True)
+            assert all(torch.equal(buffers[0], other) for other in buffers)
+            found.append([buffers[0][s.source : s.source + s.numel] for s in spans])
+        return found
+
+    codec = LowRankCodec(2, factors=codec_named(factors))
+    assert codec.rows == codec_named(factors)
+    for mine, alone in zip(results(codec), results(factors), strict=True):
+        assert [torch.equal(a, b) for a, b in zip(mine, alone, strict=True)] == [
+            codec.matrix(shape) is None for shape in shapes
+        ]
+
+
+def test_no_vector_is_sent_in_less_than_eight_bits():
+    spec = {name: codec_named(f"powersgd-4+{name}").rows for name in ("int8", "int4", "sign")}
+    assert spec == {
+        "int8": codec_named("int8"),
+        "int4": codec_named("fp8"),
+        "sign": codec_named("fp8"),
+    }
+    cost = share(torch.Size([4096]), codec_named("powersgd-4+int4"), 4)
+    assert cost == share(torch.Size([4096]), codec_named("fp8"), 4)
 
 
 def test_factors_are_counted_in_the_bytes_of_their_codec():
