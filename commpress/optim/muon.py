@@ -131,7 +131,6 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        self.flat: Flat | None = None
         torch.optim.Optimizer.__init__(self, divided(params, ADAMW | dict(adamw or {})), defaults)
         parameters, names = named_parameters(self.param_groups)
         self._check(parameters, names)
@@ -180,26 +179,13 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
             self.state[flat.parameters[i]] |= {"step": torch.zeros(()), **moments}
 
     def _spans(self, indices: Iterable[int]) -> list[Span]:
-        flat = self._flat
+        flat = self.flat
         return [Span(flat.names[i], *flat.places[i]) for i in indices]
-
-    @property
-    def _flat(self) -> Flat:
-        if self.flat is None:
-            raise InvalidArgument(
-                "this Muon was copied or unpickled, and a copy has no connection to other ranks: "
-                "construct one on every rank and load_state_dict()"
-            )
-        return self.flat
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.flat = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group while the optimizer is constructed; later it is refused, because matrices
         would change owners."""
-        if self.flat is not None:
+        if hasattr(self, "flat"):
             raise InvalidArgument(
                 "add_param_group was called after construction, which would give matrices other "
                 "owners: construct Muon with all parameters, also with those that train later "
@@ -225,7 +211,7 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
     def steps(self) -> Steps[bool]:
         """Take one step, as an algorithm that may wait; return whether it was taken, the same on
         every rank."""
-        self._flat.check()
+        self.flat.check()
         if self.channel.size > 1 and self.check_every and self.steps_done % self.check_every == 0:
             yield from self._compare()
         before = self.channel.sent_bytes
@@ -239,7 +225,7 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
         settle(outcomes, taken=taken)
         self.handover.settle(taken=taken)
         self.steps_done += 1
-        sent, numel = self.channel.sent_bytes - before, self._flat.numel
+        sent, numel = self.channel.sent_bytes - before, self.flat.numel
         self.counters.step("compressed", taken, sent, numel, self.channel.size)
         if not taken:
             warn_on_first(
@@ -252,7 +238,7 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
     def _reduced(self) -> Steps[tuple[list[Outcome], set[int]]]:
         """Average gradients: of this rank's matrices in ``mean``, of other tensors in ``work``.
         Return the parameters that have a gradient on some rank, too."""
-        flat = self._flat
+        flat = self.flat
         gradients = [flat.gradient(i) for i in range(len(flat.parameters))]
         for i, gradient in enumerate(gradients):
             into = flat.view(self.work, i)
@@ -274,7 +260,7 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
         return outcomes, trained
 
     def _exchange(self) -> Exchange:
-        flat, others = self._flat, self.others
+        flat, others = self.flat, self.others
         return self.exchanges.of(
             tuple(others),
             lambda: (self._spans(others), [flat.shapes[i] for i in others]),
@@ -285,7 +271,7 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
         """Write this rank's updates to ``sent``, and momentum as it will be to ``mean``."""
         self.sent.zero_()
         for i, j in self.own.items():
-            group, shape = self.groups[i], self._flat.shapes[i]
+            group, shape = self.groups[i], self.flat.shapes[i]
             rows = (self.momentum, self.mean, self.sent)
             before, mean, sent = (self.gradients.view(row, j).view(shape) for row in rows)
             rest = 1 - group["momentum"]
@@ -303,13 +289,13 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
 
     def _apply(self, trained: set[int]) -> None:
         """Take the step: decoded updates and mean gradients are in ``work``."""
-        flat = self._flat
+        flat = self.flat
         self.momentum.copy_(self.mean)
-        for i, j in self.own.items() if self.lacking is not None else ():
-            if i in trained:
-                sent = self.gradients.view(self.sent, j)
-                decoded = flat.view(self.work, i).view(-1)
-                torch.sub(sent, decoded, out=self.gradients.view(self.lacking, j))
+        lacking = self.lacking
+        for i, j in self.own.items():
+            if lacking is not None and i in trained:
+                sent, decoded = self.gradients.view(self.sent, j), flat.view(self.work, i)
+                torch.sub(sent, decoded.view(-1), out=self.gradients.view(lacking, j))
         for i in self.matrices:
             if i in trained:
                 group, shape = self.groups[i], flat.shapes[i]
@@ -331,7 +317,7 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
 
     def _compare(self) -> Steps[None]:
         """Check that parameters, options and weights are equal on all ranks."""
-        flat = self._flat
+        flat = self.flat
         codecs = self.gradients.codec.spec, self.updates.codec.spec, self.exchanges.policy
         said = repr((flat.names, [tuple(s) for s in flat.shapes], self.matrices, codecs))
         mine = [zlib.crc32(said.encode()), self.steps_done, checksum_of(map(bits_of, flat.weights))]
@@ -370,11 +356,11 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
         return {}
 
     def numels(self) -> dict[str, int]:
-        flat = self._flat
+        flat = self.flat
         return {name: numel for name, (_, numel) in zip(flat.names, flat.places, strict=True)}
 
     def copies(self) -> dict[str, torch.Tensor]:
-        flat = self._flat
+        flat = self.flat
         moments = {
             f"{kind} of {flat.names[i]}": self.state[flat.parameters[i]][kind]
             for i in self.others
@@ -408,11 +394,11 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
     def follow(self, schedule: Mapping[str, Any], change: Change | None = None) -> None:
         for group, saved in zip(self.param_groups, schedule["groups"], strict=True):
             group.update(saved)
-        self._flat.publish()
+        self.flat.publish()
         if "owned" in schedule:
             for row, kind in self._rows():
                 for i, j in self.own.items():
-                    saved = schedule["owned"][self._flat.names[i]]
+                    saved = schedule["owned"][self.flat.names[i]]
                     self.gradients.view(row, j).copy_(saved[kind].view(-1))
 
     def part(self) -> State:
@@ -423,7 +409,7 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
 
     def owned(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return momentum of this rank's matrices, and what their updates still lack."""
-        shapes, names = self._flat.shapes, self._flat.names
+        shapes, names = self.flat.shapes, self.flat.names
         return {
             names[i]: {
                 kind: self.gradients.view(row, j).view(shapes[i]).clone()
@@ -444,7 +430,7 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
             check_entries(state, ("owned",), "the state of a rank")
             found |= state["owned"]
         for i in self.own:
-            name, shape = self._flat.names[i], self._flat.shapes[i]
+            name, shape = self.flat.names[i], self.flat.shapes[i]
             if name not in found or found[name]["momentum_buffer"].shape != shape:
                 raise StateMismatch(
                     f"the state has no momentum of {name!r} of shape {tuple(shape)}, which this "

