@@ -32,7 +32,7 @@ from commpress.collectives.exchange import Exchange
 from commpress.collectives.frame import HEADER
 from commpress.collectives.handover import Divided
 from commpress.collectives.owners import Owners
-from commpress.collectives.residual_state import Residuals, residuals_of
+from commpress.collectives.residual_state import Residuals, check_widths, residuals_of
 from commpress.collectives.state import State, Stateful
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import (
@@ -349,6 +349,7 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
             return super().residuals_in(exchanges, states)
         _, residuals = residuals_of(states, self.channel)
         self.gradients.check(residuals)
+        check_widths(residuals, self.channel.size)
         return residuals
 
     def stores(self) -> dict[str, ResidualStore]:
@@ -390,6 +391,9 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
                 f"{sum(bool(group.get('use_muon')) for group in saved)} are of matrices; this Muon "
                 f"has {len(own)} and {sum(own)}: construct it with the same groups"
             )
+        for group in saved:
+            entries = (*self.defaults, *(() if group["use_muon"] else ADAMW))
+            check_entries(group, entries, "a group of the state")
 
     def follow(self, schedule: Mapping[str, Any], change: Change | None = None) -> None:
         for group, saved in zip(self.param_groups, schedule["groups"], strict=True):
@@ -431,12 +435,15 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
             found |= state["owned"]
         for i in self.own:
             name, shape = self.flat.names[i], self.flat.shapes[i]
-            if name not in found or found[name]["momentum_buffer"].shape != shape:
+            check_entries(found, (name,), "the momentum of matrices in the state")
+            kept = {"lacking": torch.zeros(shape)} | found[name]
+            check_entries(kept, ("momentum_buffer",), f"the state of {name!r}")
+            if any(part.shape != shape for part in kept.values()):
                 raise StateMismatch(
-                    f"the state has no momentum of {name!r} of shape {tuple(shape)}, which this "
-                    "rank owns: load this rank's own state_dict(), or those of all ranks"
+                    f"the state of {name!r} has shapes {[tuple(p.shape) for p in kept.values()]}, "
+                    f"expected {tuple(shape)}: load the state of this model"
                 )
-            found[name] = {"lacking": torch.zeros(shape)} | found[name]
+            found[name] = kept
         return {"owned": found}
 
     def shared_state(self) -> State:

@@ -428,8 +428,8 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing():
     for states, word in (
         ([state], "saved by rank 0 of 2"),
         ([state, bad], "owned"),
-        ([less], "has no momentum of '#0000"),
-        ([long], "of shape"),
+        ([less], "has no '#0000"),
+        ([long], "has shapes"),
         ([groups], "construct it with the same groups"),
     ):
         with pytest.raises(StateMismatch, match=word):
