@@ -163,10 +163,10 @@ MUTANTS = [
         "tests/optim/test_muon.py",
     ),
     Mutant(
-        "a shorter row of a message is not padded",
-        "collectives/reduce_scatter.py",
-        "size = max(each.row_bytes for each in cuts)",
-        "size = cuts[rank].row_bytes",
+        "the pieces of an owned matrix arrive at one place",
+        "collectives/owners.py",
+        "place=part.at + first,",
+        "place=part.at,",
         "tests/optim/test_muon.py",
     ),
     Mutant(

@@ -115,10 +115,8 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
     ) -> None:
         refuse_model(params)
         check_counts(min_numel=min_numel, check_every=check_every)
-        there, back = (
-            codec_of("codec", codec, "none"),
-            codec_of("update_codec", update_codec, "bf16"),
-        )
+        there = codec_of("codec", codec, "none")
+        back = codec_of("update_codec", update_codec, "bf16")
         check_fine("codec", there)
         refuse_unknown("adamw", adamw or {}, lambda lr, betas, eps, weight_decay: None)
         defaults = {
@@ -156,9 +154,8 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
     def _place(self, flat: Flat, there: Codec, back: Codec, *, lossless: bool) -> None:
         self.flat, size, device = flat, self.channel.size, flat.device
         self.groups = [group for group in self.param_groups for _ in group["params"]]
-        every = range(len(flat.parameters))
-        self.matrices = [i for i in every if self.groups[i]["use_muon"]]
-        self.others = [i for i in every if not self.groups[i]["use_muon"]]
+        self.matrices = [i for i, group in enumerate(self.groups) if group["use_muon"]]
+        self.others = [i for i, group in enumerate(self.groups) if not group["use_muon"]]
         owners = owners_of([flat.shapes[i] for i in self.matrices], size)
         spans, among = self._spans(self.matrices), (self.channel, device)
         self.gradients = Owners(spans, owners, there, *among)
@@ -212,6 +209,7 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
         """Take one step, as an algorithm that may wait; return whether it was taken, the same on
         every rank."""
         self.flat.check()
+        self.groups = [group for group in self.param_groups for _ in group["params"]]
         if self.channel.size > 1 and self.check_every and self.steps_done % self.check_every == 0:
             yield from self._compare()
         before = self.channel.sent_bytes
@@ -319,11 +317,13 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
         """Check that parameters, options and weights are equal on all ranks."""
         flat = self.flat
         codecs = self.gradients.codec.spec, self.updates.codec.spec, self.exchanges.policy
-        said = repr((flat.names, [tuple(s) for s in flat.shapes], self.matrices, codecs))
+        said = repr((flat.names, [*map(tuple, flat.shapes)], codecs, self.schedule()))
         mine = [zlib.crc32(said.encode()), self.steps_done, checksum_of(map(bits_of, flat.weights))]
         every = yield from self.channel.gathered([*map(float, mine)])
         if ranks := different_from_first(every):
-            what = "parameters or codecs" if every[ranks[0], 0] != every[0, 0] else "weights"
+            what = (
+                "parameters, codecs or options" if every[ranks[0], 0] != every[0, 0] else "weights"
+            )
             raise Mismatch(
                 f"after {self.steps_done} steps ranks {list(ranks)} have other {what} than rank 0: "
                 "construct Muon alike on all ranks, with the same weights, and change these only "

@@ -440,17 +440,34 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing():
 # ---------------------------------------------------------------- refusals
 
 
-def test_ranks_that_are_not_alike_are_named():
-    for make in (
-        lambda p, transport: commpress.Muon(p, transport=transport, lr=0.1 * (transport.rank + 1)),
-        lambda p, transport: commpress.Muon(p[: 3 + transport.rank], transport=transport),
-    ):
-        group = Replicas(make, 2, SHAPES[:4])
-        if len(group.optimizers[0].numels()) == len(group.optimizers[1].numels()):
-            with torch.no_grad():
-                group.parameters[1][0][0, 0] += 1
-        with pytest.raises(Mismatch, match=r"ranks \[1\] have other|ranks"):
-            group.step(noise(2, 0, SHAPES[:4]))
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda p, t: commpress.Muon(p, lr=0.1 + t.rank, transport=t), "codecs or options"),
+        (lambda p, t: commpress.Muon(p, update_codec=["int4", "int8"][t.rank], transport=t), "opt"),
+        (lambda p, t: commpress.Muon(p[: 3 + t.rank], transport=t), "parameters, codecs"),
+        (made(), "have other weights than rank 0"),
+    ],
+)
+def test_ranks_that_are_not_alike_are_named(make, word):
+    group = Replicas(make, 2, SHAPES[:4])
+    with torch.no_grad():
+        group.parameters[1][0][0, 0] += "weights" in word
+    with pytest.raises(Mismatch, match=rf"ranks \[1\] .*{word}"):
+        group.step(noise(2, 0, SHAPES[:4]))
+
+
+def test_groups_that_a_framework_has_replaced_count():
+    """Lightning assigns ``param_groups`` when it resumes."""
+    group, twin = world(2), world(2)
+    for optimizer in twin.optimizers:
+        optimizer.param_groups[0]["lr"] = 0.5
+    for optimizer in group.optimizers:
+        optimizer.param_groups = [{**each} for each in optimizer.param_groups]
+        optimizer.param_groups[0]["lr"] = 0.5
+    for each in (group, twin):
+        each.step(noise(2, 0, SHAPES))
+    assert equal(group.parameters, twin.parameters)
 
 
 def test_wrong_uses_are_refused_at_construction():
@@ -561,6 +578,28 @@ def test_gloo_equals_the_simulation_and_resumes(pool, tmp_path):
         for (parameters, counters), theirs in zip(results, group.parameters, strict=True):
             assert equal(parameters, theirs)
             assert counters["wire_bytes"] > 0
+
+
+def under_ddp(wrapped):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Tanh(), torch.nn.Linear(60, 8))
+    model = net
+    if wrapped:
+        model = torch.nn.parallel.DistributedDataParallel(net)
+        commpress.keep_local(model)
+    optimizer = commpress.Muon(net.parameters(), **RATES)
+    draw = torch.Generator().manual_seed(torch.distributed.get_rank())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(5, 40, generator=draw)).square().mean().backward()
+        optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+def test_a_model_under_ddp_keeps_its_gradients(pool):
+    wrapped, plain = pool.run(under_ddp, True), pool.run(under_ddp, False)
+    assert equal(wrapped, plain)
+    assert equal(wrapped[0], wrapped[1])
 
 
 def test_four_gloo_ranks_go_on_as_two(pool, tmp_path):
