@@ -13,6 +13,8 @@ Note: what is coded where. NS lifts small singular directions and the noise of a
 four to seven times. So a gradient takes eight bits. The update has no outliers, and its error goes
 into the next one: it takes four.
 
+Note: f counts updates. If γ changes from step to step, what comes later counts at the later γ.
+
 Note: nothing changes before all messages of a step have arrived, finite on every rank.
 """
 

@@ -135,6 +135,20 @@ def test_exact_ranks_have_the_bits_of_one(size):
     assert set(of_owners(group.optimizers)) == set(of_owners(alone.optimizers))
 
 
+@pytest.mark.parametrize("shapes", [((24, 40),), ((700,), (7,)), ((8, 8), (8, 8), (8, 8))])
+def test_matrices_alone_others_alone_and_ranks_that_own_nothing(shapes):
+    group, alone = world(5, shapes, **EXACT), world(1, shapes, **EXACT)
+    coded = world(5, shapes)
+    for step in range(3):
+        gradients = whole(5, step, shapes)
+        for each in (group, coded):
+            assert each.step(gradients) == [True] * 5
+            assert alike(each)
+        alone.step([mean(gradients)])
+        assert equal(group.parameters[0], alone.parameters[0])
+    assert not equal(coded.parameters[0], start(shapes))
+
+
 def test_a_parameter_without_a_gradient_on_every_rank_is_left_alone():
     """One with a gradient on some rank counts as zero on the others."""
     group, alone = world(3, **EXACT), world(1, **EXACT)
