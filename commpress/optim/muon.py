@@ -49,7 +49,7 @@ from commpress.errors import (
 from commpress.feedback import ResidualStore
 from commpress.logs import warn_on_first
 from commpress.optim.flat import Flat, adam_step
-from commpress.optim.layout import is_cut, named_parameters, refuse_held
+from commpress.optim.layout import is_cut, named_parameters, refuse_held, tensors_in
 from commpress.optim.optimizer import (
     OptimizerCounters,
     bits_of,
@@ -373,16 +373,12 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
 
     def schedule(self) -> State:
         """Return the options of all groups."""
-        return {
-            "groups": [
-                {
-                    name: float(value) if isinstance(value, torch.Tensor) else value
-                    for name, value in group.items()
-                    if name not in ("params", "param_names")
-                }
-                for group in self.param_groups
-            ]
-        }
+        every = [{**group} for group in self.param_groups]
+        for group in every:
+            group |= {"lr": float(group["lr"])}
+            del group["params"]
+            group.pop("param_names", None)
+        return {"groups": every}
 
     def check(self, schedule: Mapping[str, Any]) -> None:
         super().check(schedule)
@@ -507,25 +503,23 @@ def divided(params: Any, adamw: Mapping[str, Any]) -> list[dict[str, Any]]:
         given = [{"params": given}]
     groups: list[dict[str, Any]] = []
     for number, group in enumerate(given):
-        every = group["params"]
-        every = [every] if isinstance(every, torch.Tensor) else list(every)
-        chosen, options = group.get("use_muon"), {**group}
+        chosen, options, every = group.get("use_muon"), {**group}, group["params"]
         if chosen not in (None, True, False):
             raise InvalidArgument(
                 f"use_muon of group {number} is {chosen!r}, expected True or False, or nothing for "
                 "Muon where tensors are matrices"
             )
         parts: dict[bool, list[Any]] = {True: [], False: []}
-        for each in every:
-            tensor = each[1] if isinstance(each, tuple) else each
+        for each in [every] if isinstance(every, torch.Tensor) else every:
+            (tensor,) = tensors_in([each])
+            if chosen and tensor.ndim != 2:
+                raise InvalidArgument(
+                    f"use_muon of group {number} is True and it has a tensor of shape "
+                    f"{tuple(tensor.shape)}, which is no matrix: leave use_muon out, or give that "
+                    "tensor another group"
+                )
             parts[chosen is not False and tensor.ndim == 2].append(each)
         both = sorted({"lr", "eps"} & options.keys())
-        if parts[False] and chosen:
-            shapes = [tuple((e[1] if isinstance(e, tuple) else e).shape) for e in parts[False]]
-            raise InvalidArgument(
-                f"use_muon of group {number} is True and it has a tensor of shape {shapes[0]}, "
-                "which is no matrix: leave use_muon out, or give that tensor another group"
-            )
         if all(parts.values()) and both:
             raise InvalidArgument(
                 f"group {number} has {both[0]}={options[both[0]]!r} and both matrices and other "
@@ -567,13 +561,10 @@ def check_matrices(group: Mapping[str, Any]) -> None:
         if not float(group[name]) >= 0:
             raise InvalidArgument(f"{name} is {group[name]!r}, expected a number of at least 0")
     check_counts(ns_steps=group["ns_steps"])
-    if group["ns_steps"] >= 100:
-        raise InvalidArgument(f"ns_steps is {group['ns_steps']}, expected less than 100")
-    if len(group["ns_coefficients"]) != 3:
-        raise InvalidArgument(
-            f"ns_coefficients is {group['ns_coefficients']!r}, expected three numbers"
-        )
-    if group["adjust_lr_fn"] not in ADJUSTMENTS:
-        raise InvalidArgument(
-            f"adjust_lr_fn is {group['adjust_lr_fn']!r}, expected one of {ADJUSTMENTS}"
-        )
+    for name, fits, expected in (
+        ("ns_steps", group["ns_steps"] < 100, "less than 100"),
+        ("ns_coefficients", len(group["ns_coefficients"]) == 3, "three numbers"),
+        ("adjust_lr_fn", group["adjust_lr_fn"] in ADJUSTMENTS, f"one of {ADJUSTMENTS}"),
+    ):
+        if not fits:
+            raise InvalidArgument(f"{name} is {group[name]!r}, expected {expected}")
