@@ -155,11 +155,13 @@ def _deals(
     return [_deal(group, rank, stride, bases, lies, feedback) for group in groups if group]
 
 
-class _Line(NamedTuple):
+class Line(NamedTuple):
+    """One piece of a message, and where it arrives."""
+
     key: tuple[str, int]
     piece: Piece
     width: int
-    place: int  # where the piece arrives
+    place: int
 
 
 def _deal(
@@ -170,43 +172,73 @@ def _deal(
     lies: Mapping[int, int],
     feedback: bool,
 ) -> Deal:
-    def dealt_to(destination: int) -> Iterator[_Line]:
+    def dealt_to(destination: int) -> Iterator[Line]:
         for place, row in enumerate(bases[destination]):
             for part, offset, count, codec in group:
                 first = row * part.width + offset
                 numel = min(max(part.numel - first, 0), count)
-                mark = zlib.crc32(f"{part.name}@{first}".encode())
-                keep = feedback and codec.feedback and not codec.lossless and numel > 0
                 source = (
                     lies[row] * stride + part.at + offset
                     if part.source is None
                     else part.source + first
                 )
-                piece = Piece(source, numel, codec.kind, codec.block, mark, keep)
-                yield _Line(
-                    (part.name, first), piece, -(-count // 8) * 8, place * stride + part.at + offset
+                yield line_of(
+                    part.name,
+                    first,
+                    (source, numel, codec),
+                    width=count,
+                    place=place * stride + part.at + offset,
+                    feedback=feedback,
                 )
 
-    mine = list(dealt_to(rank))
-    own = cut([line.piece for line in mine], 1, widths=[line.width for line in mine])
+    rows = [list(dealt_to(destination)) for destination in range(len(bases))]
+    return deal_of(rows, rank, len(bases[rank]) * stride, [codec for *_, codec in group])
+
+
+def line_of(
+    name: str,
+    first: int,
+    values: tuple[int, int, Codec],
+    *,
+    width: int,
+    place: int,
+    feedback: bool,
+) -> Line:
+    """Describe the elements of parameter ``name`` from ``first`` on. ``values``: where they lie in
+    the buffer, how many there are, and their codec."""
+    source, numel, codec = values
+    mark = zlib.crc32(f"{name}@{first}".encode())
+    keep = feedback and codec.feedback and not codec.lossless and numel > 0
+    piece = Piece(source, numel, codec.kind, codec.block, mark, keep)
+    return Line((name, first), piece, -(-width // 8) * 8, place)
+
+
+def deal_of(
+    rows: Sequence[Sequence[Line]], rank: int, length: int, codecs: Sequence[Codec]
+) -> Deal:
+    """Make the message whose row r, to or from rank r, has the pieces rows[r]; all rows are as long
+    as the longest. ``length``: elements of the buffer of this rank's row."""
+    cuts = [cut([line.piece for line in row], 1, widths=[ln.width for ln in row]) for row in rows]
+    size = max(each.row_bytes for each in cuts)
+    own = cuts[rank]
     table = own.table.copy()
     # the row is contiguous, without padding between its parts
     for column in (SOURCE, RESIDUAL, SHARD):
-        table[:, column] = [line.place for line in mine]
-    numel = len(bases[rank]) * stride
-    own = replace(own, table=table, residual_numel=numel, shard=numel)
+        table[:, column] = [line.place for line in rows[rank]]
+    own = replace(own, table=table, residual_numel=length, shard=length, row_bytes=size)
 
-    lines = [line for destination in range(len(bases)) for line in dealt_to(destination)]
+    lines = [line for row in rows for line in row]
     every = cut([line.piece for line in lines], 1, widths=[line.width for line in lines])
     table = every.table.copy()
-    table[:, COLUMN] += HEADER * (1 + np.arange(len(table)) // len(mine))
-    every = replace(every, table=table, shard=0, row_bytes=every.row_bytes + len(bases) * HEADER)
+    table[:, COLUMN] = np.concatenate(
+        [each.table[:, COLUMN] + HEADER + r * (HEADER + size) for r, each in enumerate(cuts)]
+    )
+    every = replace(every, table=table, shard=0, row_bytes=len(rows) * (HEADER + size))
     label = zlib.crc32(
         "\n".join(f"{line.key[0]}@{line.key[1]}+{line.piece.numel}" for line in lines).encode()
     )
-    codecs = describe([codec for *_, codec in group])
-    message = Message(tuple(line.key for line in lines), every, codecs, label, every)
-    return Deal(message, own, len(bases))
+    message = Message(tuple(line.key for line in lines), every, describe(codecs), label, every)
+    return Deal(message, own, len(rows))
 
 
 # ---------------------------------------------------------------- all messages of one buffer
@@ -381,20 +413,16 @@ class Scatter:
         """Cut again, because the policy has changed; residuals stay with their tensors."""
         for deal in self.plan:
             self.channel.workspace.forget(deal.every)
-        self.plan = self._deals()
-
-    def _deals(self) -> list[Deal]:
-        plan = deals(
-            self.parts,
-            self.policy,
-            rank=self.channel.rank,
-            ranks=self.channel.size,
-            feedback=self.feedback,
-        )
+        self.plan = self.dealt()
         self._feedbacks = [
-            self.residuals.attach(deal.every.keys, deal.every.pieces, self.device) for deal in plan
+            self.residuals.attach(deal.every.keys, deal.every.pieces, self.device)
+            for deal in self.plan
         ]
-        return plan
+
+    def dealt(self) -> list[Deal]:
+        """Cut the tensors into messages."""
+        rank, ranks = self.channel.rank, self.channel.size
+        return deals(self.parts, self.policy, rank=rank, ranks=ranks, feedback=self.feedback)
 
     def reduce(
         self, buffer: torch.Tensor, row: torch.Tensor, *, key: int, asks: bool = False

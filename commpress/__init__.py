@@ -44,6 +44,7 @@ _HOMES = {
     "ByName": "commpress.codecs",
     "by_role": "commpress.codecs",
     "register_codec": "commpress.codecs",
+    "Muon": "commpress.optim",
     "OneBitAdam": "commpress.optim",
     "ZeroOneAdam": "commpress.optim",
     "OneBitLamb": "commpress.optim",
@@ -136,6 +137,7 @@ if TYPE_CHECKING:
     from commpress.integrations.zero.streamed import stream
     from commpress.integrations.zero.tiling import tile
     from commpress.optim import (
+        Muon,
         OneBitAdam,
         OneBitLamb,
         ShardedOneBitAdam,
@@ -179,6 +181,7 @@ __all__ = [
     "ByName",
     "by_role",
     "register_codec",
+    "Muon",
     "OneBitAdam",
     "Partitioned",
     "Offloaded",

@@ -880,14 +880,14 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
         """Check that groups and parameters (inside a window: the anchor) are equal on every rank,
         bit for bit."""
         flat = self._flat
-        sums = [0 if g is None else _bits(g) for g in map(flat.gradient, self.numbers)]
-        gradients = _checksum(sums) if any(sums) else 0
-        mine = [_checksum(map(_bits, self.replicated())), self.steps_done, gradients]
+        sums = [0 if g is None else bits_of(g) for g in map(flat.gradient, self.numbers)]
+        gradients = checksum_of(sums) if any(sums) else 0
+        mine = [checksum_of(map(bits_of, self.replicated())), self.steps_done, gradients]
         try:
             every = yield from self.gathered([*mine, *self._layout()])
         except Mismatch as mismatch:
             raise Mismatch(f"{mismatch} {SAME_GROUPS}", ranks=mismatch.ranks) from None
-        if different := _different(every[:, 3:]):
+        if different := different_from_first(every[:, 3:]):
             counts = ", ".join(
                 f"rank {r} {int(groups)} with {int(count)}"
                 for r, (groups, count, _) in enumerate(every[:, 3:])
@@ -898,7 +898,7 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
                 f"{SAME_GROUPS}",
                 ranks=different,
             )
-        if different := _different(every[:, :2]):
+        if different := different_from_first(every[:, :2]):
             raise Mismatch(
                 f"after {self.steps_done} steps the parameters of ranks {list(different)} differ "
                 f"from those of rank 0 (steps done: {every[:, 1].astype(int).tolist()}). Start "
@@ -1133,14 +1133,14 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def _different(rows: np.ndarray) -> tuple[int, ...]:
+def different_from_first(rows: np.ndarray) -> tuple[int, ...]:
     """Return the ranks whose row differs from rank 0's."""
     return tuple(np.flatnonzero((rows != rows[0]).any(axis=1)).tolist())
 
 
-def _checksum(sums: Iterable[int]) -> int:
+def checksum_of(sums: Iterable[int]) -> int:
     return zlib.crc32(np.array(list(sums), np.int64).tobytes())
 
 
-def _bits(x: torch.Tensor) -> int:
+def bits_of(x: torch.Tensor) -> int:
     return int(x.float().contiguous().view(-1).view(torch.int32).sum(dtype=torch.int64))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from commpress.codecs import codec_named
+from commpress.codecs import Codec, codec_named
 from commpress.collectives.buckets import one_message
 from commpress.errors import InvalidArgument
 from commpress.kernels.devices import arithmetic
@@ -128,7 +128,7 @@ def _at(choosing: np.ndarray, table: np.ndarray) -> np.ndarray:
 # ---------------------------------------------------------------- measured
 
 
-def errors_of(gradient: torch.Tensor, codecs: Sequence[str]) -> list[float]:
+def errors_of(gradient: torch.Tensor, codecs: Sequence[str | Codec]) -> list[float]:
     """‖g − Q(g)‖² of each codec, computed by the kernels that production runs, without error
     feedback."""
     flat = gradient.detach().float().reshape(-1).contiguous()

@@ -517,6 +517,27 @@ class Sharded(Optimizer):
         return found
 
 
+class Owned(Rank):
+    """Each matrix, with its momentum, has one owner."""
+
+    reforms = False
+
+    def residuals(self, state: Any) -> dict[str, Any]:
+        return state["others"]["residuals"] | state["matrices"]["residuals"]
+
+    def alike(self) -> Mapping[str, Any]:
+        return {"steps": self.owner.steps_done, "copies": self.owner.copies()}
+
+    def rows(self) -> Mapping[str, torch.Tensor]:
+        found = {}
+        for row, name in self.owner._rows():
+            found[name] = self.owner.flat.new()
+            for i, j in self.owner.own.items():
+                part = self.owner.flat.view(found[name], i).view(-1)
+                part.copy_(self.owner.gradients.view(row, j))
+        return found
+
+
 class Grown(Optimizer):
     """The last two parameters come before step 4."""
 
@@ -651,6 +672,7 @@ KINDS = {
     "held, 0/1 Adam": optimizer("ZeroOneAdam", Held, (8,)),
     "held, sharded": optimizer("ShardedOneBitAdam", HeldSharded, (6,)),
     "held, sharded 0/1": optimizer("ShardedZeroOneAdam", HeldSharded, (8,)),
+    "Muon": Kind(Owned, lambda p, t: commpress.Muon(p, transport=t, min_numel=0), (2, 6)),
     "local": local(outer=Average()),
     "local, fragments": local((3, 6), codec="int4", outer=Nesterov(), fragments=2),
     "local, overlap": local(

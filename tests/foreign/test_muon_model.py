@@ -1,0 +1,112 @@
+"""Muon on a GPT-2 of transformers: the losses of torch's Muon on the mean gradient, from codes.
+
+``python tests/foreign/test_muon_model.py`` prints the table of docs/optimizers.md.
+"""
+
+import sys
+
+import pytest
+import torch
+
+import commpress
+from commpress.collectives.transports.loopback import Loopback, simulate
+
+pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon"),
+]
+RANKS, BATCH, STEPS = 4, 4, 240
+LR, ADAMW = 0.02, {"lr": 3e-3}
+
+
+def groups(model):
+    """Matrices of hidden layers, and what AdamW trains: embeddings, biases and norms."""
+    hidden = [p for name, p in model.named_parameters() if ".h." in name and p.ndim == 2]
+    known = {id(p) for p in hidden}
+    return hidden, [p for p in model.parameters() if id(p) not in known]
+
+
+def batches(seed):
+    """Words of each rank in each step: sequences that follow a rule, with noise."""
+    draw = torch.Generator().manual_seed(seed)
+    for _ in range(STEPS):
+        ids = torch.randint(50, (RANKS * BATCH, 16), generator=draw)
+        for at in range(2, 16):
+            follows = (3 * ids[:, at - 1] + ids[:, at - 2]) % 50
+            noisy = torch.rand(RANKS * BATCH, generator=draw) < 0.1
+            ids[:, at] = torch.where(noisy, ids[:, at], follows)
+        yield ids.split(BATCH)
+
+
+def rate(step):
+    """Linear decay, as most runs have."""
+    return 1 - step / STEPS
+
+
+def trained(seed, **codecs):
+    """Mean loss of the last steps, weights of all ranks and bytes that a rank sent a step, over
+    replicas in one process; without ``codecs`` by torch's optimizers on the mean gradient."""
+    from tiny_gpt2 import flat, model
+
+    torch.manual_seed(seed)
+    size = RANKS if codecs else 1
+    models = [model(layers=2) for _ in range(size)]
+    optimizers = []
+    for each, transport in zip(models, Loopback(size).transports(), strict=True):
+        hidden, rest = groups(each)
+        if codecs:
+            every = [{"params": hidden, "lr": LR}, {"params": rest, "use_muon": False, **ADAMW}]
+            optimizers.append([commpress.Muon(every, transport=transport, **codecs)])
+        else:
+            adamw = torch.optim.AdamW(rest, fused=True, **ADAMW)
+            optimizers.append([torch.optim.Muon(hidden, lr=LR), adamw])
+    every = [(g, g["lr"]) for mine in optimizers for o in mine for g in o.param_groups]
+    losses = []
+    for step, parts in enumerate(batches(seed)):
+        for group, lr in every:
+            group["lr"] = lr * rate(step)
+        for mine in optimizers:
+            for o in mine:
+                o.zero_grad()
+        losses.append(0.0)
+        for rank, ids in enumerate(parts):
+            loss = models[rank % size](input_ids=ids, labels=ids).loss
+            (loss if codecs else loss / RANKS).backward()
+            losses[-1] += loss.item() / RANKS
+        if codecs:
+            with torch.no_grad():
+                simulate([o.steps() for (o,) in optimizers])
+        else:
+            for o in optimizers[0]:
+                o.step()
+    sent = optimizers[0][0].counters.wire_bytes / STEPS if codecs else 0.0
+    return sum(losses[-20:]) / 20, [flat(each) for each in models], sent
+
+
+@pytest.mark.parametrize("seed", [0])
+def test_codes_follow_the_loss_of_torch(seed):
+    wanted, _, _ = trained(seed)
+    exact, _, dense = trained(seed, codec=None, update_codec=None)
+    found, weights, sent = trained(seed, codec="int8", update_codec="int4")
+    assert wanted < 3.0, "nothing was learnt"
+    assert exact == pytest.approx(wanted, rel=0.005)
+    assert found == pytest.approx(wanted, rel=0.01)
+    assert all(torch.equal(weights[0], other) for other in weights[1:])
+    assert sent < dense / 2
+
+
+def table():
+    torch.set_num_threads(1)
+    print("| codec, update_codec | loss, three seeds | KB a step and rank |\n| --- | --- | --- |")
+    exact = {"codec": None, "update_codec": None}
+    coded = [{"codec": "int8", "update_codec": codec} for codec in ("int4", "sign")]
+    for codecs in ({}, exact, *coded):
+        runs = [trained(seed, **codecs) for seed in range(3)]
+        losses = ", ".join(f"{loss:.3f}" for loss, *_ in runs)
+        name = ", ".join(map(str, codecs.values())) or "torch.optim.Muon"
+        print(f"| {name} | {losses} | {runs[0][2] / 1e3:.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(table())
