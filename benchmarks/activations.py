@@ -174,7 +174,7 @@ def train(name: str, options: argparse.Namespace, folder: str, parent: Connectio
             resident,
             counters.written // len(took) if counters else 0,
             counters.wait_seconds / len(took) if counters else 0.0,
-            f"{losses} {checksum_of(values.numpy())}",
+            f"{losses} {checksum_of(values.numpy().data)}",
             values.numel(),
         )
     )
