@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
+import activations
 import alltoall
 import changing_link
 import codec_table
@@ -42,6 +43,7 @@ What developers of commpress measure; `commpress bench` has what users measure o
 All take --check, --json FILE and --plot FILE but faults, which enters its table into a page.
 """
 BENCHMARKS = (
+    activations,
     alltoall,
     changing_link,
     codec_table,

@@ -22,6 +22,7 @@ _HOMES = {
     "init_process_group": "commpress.integrations.trainers.launch",
     "Partitioned": "commpress.integrations.zero.partitioned",
     "Offloaded": "commpress.integrations.zero.offloaded",
+    "activations": "commpress.integrations.zero.activation_tier",
     "stream": "commpress.integrations.zero.streamed",
     "tile": "commpress.integrations.zero.tiling",
     "compress_fsdp": "commpress.integrations.fsdp.fsdp2",
@@ -131,6 +132,7 @@ if TYPE_CHECKING:
         save_distributed,
     )
     from commpress.integrations.trainers.launch import init_process_group
+    from commpress.integrations.zero.activation_tier import activations
     from commpress.integrations.zero.offloaded import Offloaded
     from commpress.integrations.zero.partitioned import Partitioned
     from commpress.integrations.zero.safetensors_file import load_safetensors, save_safetensors
@@ -185,6 +187,7 @@ __all__ = [
     "OneBitAdam",
     "Partitioned",
     "Offloaded",
+    "activations",
     "stream",
     "tile",
     "ZeroOneAdam",

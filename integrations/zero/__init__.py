@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from commpress.lazy import lazily
 
 if TYPE_CHECKING:
+    from commpress.integrations.zero.activation_tier import Activations, activations
     from commpress.integrations.zero.offloaded import Offloaded
     from commpress.integrations.zero.partitioned import Partitioned
     from commpress.integrations.zero.safetensors_file import load_safetensors, save_safetensors
@@ -13,9 +14,11 @@ if TYPE_CHECKING:
     from commpress.integrations.zero.tiling import tile
 
 __all__ = [
+    "Activations",
     "Offloaded",
     "Partitioned",
     "Streamed",
+    "activations",
     "load_safetensors",
     "save_safetensors",
     "stream",
@@ -24,6 +27,7 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
+        "activation_tier": ("Activations", "activations"),
         "offloaded": ("Offloaded",),
         "partitioned": ("Partitioned",),
         "safetensors_file": ("load_safetensors", "save_safetensors"),

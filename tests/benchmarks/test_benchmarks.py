@@ -207,6 +207,15 @@ def test_encoders_agree(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.slow
+def test_saved_tensors_in_a_store_train_the_same_bits(tmp_path):
+    small = "--width 64 --layers 1 --length 1024 --steps 1 --threads 1 --host 4MiB"
+    rows = run(f"activations {small}", tmp_path)["rows"]
+    assert [row["name"] for row in rows] == ["in memory", "disk", "RAM"]
+    assert len({row["bits"] for row in rows}) == 1
+    assert rows[0]["saved"] == 0 < min(rows[1]["saved"], rows[2]["saved"])
+
+
+@pytest.mark.slow
 def test_a_plan_is_held_against_measurements(tmp_path, capsys):
     content = run(f"plan --ranks 2 --rounds 1 --steps 1 {SMALL} --ways bf16,sign", tmp_path)
     assert [row["way"] for row in content["rows"]] == ["plain", "bf16", "sign"]

@@ -1,6 +1,7 @@
 """Models of transformers, streamed from a store: what their own code saves is what the plain model
 holds."""
 
+import contextlib
 import copy
 
 import pytest
@@ -109,3 +110,22 @@ def test_deberta_whose_encoder_reads_a_table_of_positions(store):
     commpress.stream(kept, store=store, prefix="kept", keep=["deberta.encoder.rel_embeddings"])
     for _ in range(2):
         assert torch.equal(kept(IDS).logits, other(IDS).logits)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_saved_tensors_of_transformers_in_a_store(store, again):
+    """With dropout, and with transformers' own checkpointing."""
+    found = []
+    tier = commpress.activations(store, budget="64KiB", min_bytes=0)
+    for where in (tier, contextlib.nullcontext()):
+        net = made("GPT2LMHeadModel", **KINDS["GPT2LMHeadModel"] | {"resid_pdrop": 0.1}).train()
+        if again:
+            net.gradient_checkpointing_enable({"use_reentrant": False})
+        with where:
+            loss = net(IDS, labels=IDS).loss
+        loss.backward()
+        found.append({name: p.grad for name, p in net.named_parameters()})
+    assert same(*found)
+    tier.settle()
+    assert tier.counters.saved
+    assert not len(store)

@@ -1,0 +1,180 @@
+"""saved tensors of a long sequence in a store: memory, seconds and bits of whole training steps
+
+Each variant is a process of its own that trains the same GPT by AdamW on the same text; their steps
+alternate, medians after a first step that does not count. "resident" is the most memory that the
+process had (VmHWM), all of it: torch, parameters, gradients, moments, and the store's host memory.
+  in memory  without a tier
+  disk       a store with --host of memory, under --folder: the rest is on its disk
+  RAM        a store that has room for everything in memory, so each saved tensor is copied out and
+             back; on a machine without a GPU "host" would leave tensors where they are
+"bits" compares losses and parameters after the last step with those of the first variant.
+
+  python benchmarks activations
+  python benchmarks activations --length 8192 --check
+"""
+
+import argparse
+import multiprocessing
+import tempfile
+from contextlib import nullcontext
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+import commpress
+from commpress.checksum import checksum_of
+from commpress.cli import harness
+from commpress.cli.gpt import GPT, standard_library
+from commpress.cli.option_groups import option
+from commpress.errors import InvalidArgument
+from commpress.units import show_bytes
+
+MEMORY, SLOWER = 0.55, 1.1
+VARIANTS = ("in memory", "disk", "RAM")
+
+
+@dataclass(frozen=True)
+class Measured:
+    name: str
+    seconds: float
+    resident: int
+    saved: int  # bytes a step
+    waited: float  # seconds a step
+    bits: str
+    parameters: int
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    option(parser, "--width N", int, 768, "of the model")
+    option(parser, "--layers N", int, 12, "of the model")
+    option(parser, "--length N", int, 5120, "tokens of the one sequence")
+    option(parser, "--steps N", int, 2, "of each variant")
+    option(parser, "--threads N", int, 2)
+    option(parser, "--host SIZE", str, "128MiB", "memory of the store on disk, and the budget")
+    option(parser, "--folder DIR", str, None, "on the disk (default: a temporary one)")
+    harness.add_options(
+        parser,
+        check=f"resident memory is at most {MEMORY} with the disk, a step at most {SLOWER} with "
+        "RAM, and bits are equal",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    if min(options.width, options.layers, options.length, options.steps, options.threads) < 1:
+        raise InvalidArgument(
+            "--width, --layers, --length, --steps and --threads must be at least 1"
+        )
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        measured = measure(options, folder)
+    title = (
+        f"GPT of {measured[0].parameters / 1e6:.0f} M parameters, one sequence of "
+        f"{options.length} tokens, {options.threads} thread(s)"
+    )
+
+    def cells(m: Measured) -> dict[str, str]:
+        return cells_of(m, measured[0])
+
+    print(title, harness.table(list(map(cells, measured))), sep="\n")
+    draw = harness.drawing(title, cells, {"resident, GiB": ("resident, GiB",)})
+    return harness.deliver(options, measured, judge=judge, draw=draw)
+
+
+def cells_of(m: Measured, base: Measured) -> dict[str, str]:
+    return {
+        "saved tensors": m.name,
+        "resident, GiB": f"{m.resident / 2**30:.2f}",
+        "share": f"{m.resident / base.resident:.2f}",
+        "step, s": f"{m.seconds:.2f}",
+        "against": f"{m.seconds / base.seconds:.3f}x",
+        "to the tier": show_bytes(m.saved),
+        "waited, s": f"{m.waited:.2f}",
+        "bits": "equal" if m.bits == base.bits else "differ",
+    }
+
+
+def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
+    by_name = {m.name: m for m in measured}
+    base, disk, ram = (by_name[name] for name in VARIANTS)
+    return [
+        (
+            f"resident {disk.resident / base.resident:.2f} with the disk, at most {MEMORY}",
+            disk.resident <= MEMORY * base.resident,
+        ),
+        (
+            f"a step {ram.seconds / base.seconds:.3f} with RAM, at most {SLOWER}",
+            ram.seconds <= SLOWER * base.seconds,
+        ),
+        ("bits are equal", all(m.bits == base.bits for m in measured)),
+    ]
+
+
+def measure(options: argparse.Namespace, folder: str) -> list[Measured]:
+    spawn, running = multiprocessing.get_context("spawn"), []
+    for name in VARIANTS:
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=train, args=(name, options, folder, theirs), daemon=True)
+        process.start()
+        running.append((ours, process))
+    for _ in range(options.steps + 1):
+        for ours, _ in running:
+            ours.send(True)
+            ours.recv()
+    found: list[Measured] = []
+    for ours, process in running:
+        ours.send(False)
+        found.append(ours.recv())
+        process.join()
+    return found
+
+
+def train(name: str, options: argparse.Namespace, folder: str, parent: Connection) -> None:
+    """One variant: a step for each word of the parent, then what was measured."""
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    net = GPT(
+        width=options.width,
+        layers=options.layers,
+        heads=max(1, options.width // 64),
+        length=options.length,
+    )
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
+    text = standard_library()[: options.length + 1].long()[None]
+    tier: Any = nullcontext()
+    if name != "in memory":
+        # 17 rows a token and block are saved, and some at both ends
+        whole = 4 * options.length * options.width * (18 * options.layers + 8)
+        host = options.host if name != "RAM" else whole + (64 << 20)
+        store = commpress.TieredStore.open(f"{folder}/{name}", host=host)
+        tier = commpress.activations(store, budget=options.host)
+    took, losses = [], []
+    while parent.recv():
+        begin = perf_counter()
+        with tier:
+            loss = net(text[:, :-1], text[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        took.append(perf_counter() - begin)
+        losses.append(loss.item())
+        del loss
+        parent.send(None)
+    status = Path("/proc/self/status").read_text().splitlines()
+    resident = next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) << 10
+    values = torch.cat([p.detach().flatten() for p in net.parameters()])
+    counters = getattr(tier, "counters", None)
+    parent.send(
+        Measured(
+            name,
+            median(took[1:]),
+            resident,
+            counters.written // len(took) if counters else 0,
+            counters.wait_seconds / len(took) if counters else 0.0,
+            f"{losses} {checksum_of(values.numpy().data)}",
+            values.numel(),
+        )
+    )
