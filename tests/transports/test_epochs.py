@@ -158,7 +158,7 @@ def close(processes):
 def assert_agree(processes):
     """They are one group, each with its rank, and nobody is in doubt."""
     epochs = {one.membership.epoch for one in processes}
-    assert len(epochs) == 1
+    assert len(epochs) == 1, [one.outcome for one in processes]
     assert set(epochs.pop().places) == {one.door.here for one in processes}
     for one in processes:
         assert one.membership.ready is None
@@ -373,6 +373,8 @@ def test_who_collects_garbage_for_long_is_waited_for(monkeypatch):
         def __init__(self):
             self.itself = self
 
+    gc.collect()
+    gc.freeze()  # a collection of what other tests have left stops all three, as no process would
     gc.disable()  # the object lies there until it is asked for
     three, held, collect = group("", "", ""), weakref.ref(Owner()), epochs.gc.collect
 
@@ -382,8 +384,8 @@ def test_who_collects_garbage_for_long_is_waited_for(monkeypatch):
         collect()
 
     monkeypatch.setattr(epochs.gc, "collect", slowly)
+    monkeypatch.setattr(epochs, "SILENCE", 2.0)
     terms = Terms(labels=lambda: ["owner"] if held() else [])
-    # half of which it may take: other tests have left much for the collector to look at
     slow = threading.Thread(target=three[2].agree, args=[terms, 60.0], name="slow")
     slow.start()
     together(three[:2], timeout=60.0)
