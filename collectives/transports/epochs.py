@@ -248,6 +248,12 @@ class Agreement:
         (self.mine.dead.add if probe.dead else self.mine.dead.discard)(place)
         return probe
 
+    def _swept(self, place: str) -> None:
+        """Take note that a member speaks: its door was not attended while it collected garbage."""
+        if place in self.sweeping:
+            self.sweeping.discard(place)
+            self._probe(place).hear()
+
     def _state(self, place: str) -> str:
         """The reason not to wait for a member, "" if there is none."""
         probe = self._probe(place)
@@ -390,7 +396,7 @@ class Agreement:
             link.close()
 
     def _obey(self, message: Message, link: Conversation) -> tuple[Change, str] | None:
-        self.sweeping.discard(link.place)
+        self._swept(link.place)
         match message:
             case {"is": "propose"}:
                 self._settle(message["adopt"])
@@ -502,7 +508,7 @@ class Agreement:
                 message["came"] = time.monotonic()
                 self.links[place], self.reports[place] = link, message
                 self.linked.add(place)
-                self.sweeping.discard(place)
+                self._swept(place)
                 self.late = min(self.late, time.monotonic() + max(message["patience"], 0.0))
             if not link.open and link in self.fresh:
                 self.fresh.remove(link)

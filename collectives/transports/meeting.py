@@ -601,6 +601,10 @@ class Heartbeat:
     def heard_since(self, moment: float) -> bool:
         return self.answered > max(moment, self.since)
 
+    def hear(self) -> None:
+        """Take note of a message of that process, which is as good as an answer."""
+        self.answered = time.monotonic()
+
     @property
     def silent(self) -> float:
         """Seconds without an answer, when it was last looked for one: this process may have been
