@@ -35,6 +35,20 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant(
+        "a report after a long collection is no sign of life",
+        "collectives/transports/epochs.py",
+        "self._probe(place).hear()",
+        "pass",
+        "tests/transports/test_epochs.py",
+    ),
+    Mutant(
+        "silence grows while this process is stopped",
+        "collectives/transports/meeting.py",
+        "return self._looked - self.answered",
+        "return time.monotonic() - self.answered",
+        "tests/transports/test_epochs.py",
+    ),
+    Mutant(
         "vectors beside coded factors travel in float32",
         "collectives/powersgd.py",
         "return codec.rows if isinstance",

@@ -114,7 +114,7 @@ def test_deberta_whose_encoder_reads_a_table_of_positions(store):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_saved_tensors_of_transformers_in_a_store(store, again):
-    """With dropout, and with transformers' own checkpointing."""
+    """Dropout is on, and so is, in one case, transformers' own checkpointing."""
     found = []
     tier = commpress.activations(store, budget="64KiB", min_bytes=0)
     for where in (tier, contextlib.nullcontext()):

@@ -395,6 +395,20 @@ def test_who_collects_garbage_for_long_is_waited_for(monkeypatch):
     close(three)
 
 
+def test_the_report_of_a_slow_collector_is_as_good_as_an_answer():
+    """Its door has not been attended for long, and the report comes before the next answer."""
+    two = group("", "")
+    agreement, place = Agreement(two[0].membership, Terms(), two[0], 20.0), two[1].door.here
+    agreement.sweeping.add(place)
+    agreement._probe(place).answered -= 10 * epochs.SILENCE
+    assert agreement._state(place) == ""
+    agreement._swept(place)
+    assert agreement._state(place) == ""
+    agreement._probe(place).answered -= 10 * epochs.SILENCE
+    assert agreement._state(place) == epochs.SILENT
+    close(two)
+
+
 def test_who_was_stopped_itself_takes_nobody_for_silent(monkeypatch):
     """It is stopped after it looked for an answer, and before it thinks about what it saw."""
     look, two = meeting.Heartbeat.look, group("", "")

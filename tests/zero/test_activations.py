@@ -122,8 +122,8 @@ def test_equals_training_in_memory(store, kind, remember, autocast, budget):
 
 
 def test_storages_leave_memory(store):
-    """Of all that layers return, the budget and what is in use are in memory after a forward, and
-    nothing is there for a graph that has died."""
+    """The budget and what is in use are all that is in memory after a forward; nothing is there for
+    a graph that has died."""
     alive, net = [], Net("mlp")
     for module in net.modules():
         if not list(module.children()):
