@@ -5,6 +5,7 @@ memory.
 
     python examples/larger_than_memory.py --folder /nvme/run1                    # 16.5 GiB of state
     python examples/larger_than_memory.py --folder /nvme/run1 --width 512 --layers 24 --host 0.3
+    python examples/larger_than_memory.py --folder /nvme/run1 --micro-batches 8     # a step
     python examples/larger_than_memory.py --plain                     # the same in memory: the same
                                                                       losses
     python examples/larger_than_memory.py --plain --forget --steps 2  # the first two of these, in
@@ -121,22 +122,35 @@ def size_of(folder: str) -> float:
 
 
 def train(
-    options: argparse.Namespace, model: GPT, optimizer: torch.optim.Optimizer | OneByOne
+    options: argparse.Namespace,
+    model: GPT,
+    optimizer: torch.optim.Optimizer | OneByOne,
+    streamed: Any = None,
 ) -> None:
-    text = standard_library()
+    text, parts = standard_library(), options.micro_batches
+
+    def loss_of_part(part: int) -> torch.Tensor:
+        return loss_of(model, text, part, options.length, options.batch) / parts
+
     for step in range(options.steps):
         begin = perf_counter()
-        loss = loss_of(model, text, step, options.length, options.batch)
-        loss.backward()
+        if streamed is not None and parts > 1 and not options.one_by_one:
+            losses = streamed.accumulate(loss_of_part, range(step, step + parts))
+        else:
+            losses = []
+            for part in range(step, step + parts):
+                loss = loss_of_part(part)
+                loss.backward()
+                losses.append(loss.detach())
         computed = perf_counter()
         if options.plain:
             clip(model, 1.0)
         if step < options.steps - 1 or not options.forget:
             optimizer.step()
             optimizer.zero_grad()
-        now = perf_counter()
+        now, loss = perf_counter(), sum(loss.item() for loss in losses)
         print(
-            f"step {step}  loss {loss.item():.9f}  {computed - begin:.1f} s forward and backward, "
+            f"step {step}  loss {loss:.9f}  {computed - begin:.1f} s forward and backward, "
             f"{now - computed:.1f} s update, peak {peak():.2f} GiB",
             flush=True,
         )
@@ -152,6 +166,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--length", type=int, default=32)
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--micro-batches", type=int, default=1, help="batches in a step")
+    parser.add_argument(
+        "--one-by-one",
+        action="store_true",
+        help="a forward and backward for each of them, for comparison",
+    )
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--lr", type=float, default=5e-6)
     parser.add_argument("--chunk-mb", type=float, default=16.0)
@@ -168,33 +188,17 @@ def main() -> None:
     with torch.device("cpu" if options.plain else "meta"):
         model = GPT(options.width, options.layers, options.length)
     count = sum(p.numel() for p in model.parameters())
-    size = 16 * count / 2**30
-    print(
-        (
-            f"{count / 1e6:.0f} million parameters: {size:.2f} GiB of parameters, gradients and "
-            "moments"
-        ),
-        flush=True,
-    )
+    size = f"{16 * count / 2**30:.2f} GiB of parameters, gradients and moments"
+    print(f"{count / 1e6:.0f} million parameters: {size}", flush=True)
     adam = {"lr": options.lr, "weight_decay": 0.1, "fused": True}
     if options.plain:
-        memory = (
-            OneByOne(model, **adam)
-            if options.forget
-            else torch.optim.AdamW(model.parameters(), **adam)
-        )
-        train(options, model, memory)
+        kept = torch.optim.AdamW(model.parameters(), **adam)
+        train(options, model, OneByOne(model, **adam) if options.forget else kept)
         return
     with commpress.TieredStore.open(options.folder, host=int(options.host * 2**30)) as store:
         print(f"first values go into {options.folder}, block by block", flush=True)
-        commpress.stream(model, store=store, chunk_mb=options.chunk_mb)
-        print(
-            (
-                f"moments beside them; peak {peak():.2f} GiB so far. The first step reads all that "
-                "was written"
-            ),
-            flush=True,
-        )
+        streamed = commpress.stream(model, store=store, chunk_mb=options.chunk_mb)
+        print(f"peak {peak():.2f} GiB so far. The first step reads all of it", flush=True)
         optimizer = commpress.Offloaded(
             model.parameters(),
             torch.optim.AdamW,
@@ -203,14 +207,9 @@ def main() -> None:
             max_grad_norm=1.0,
             **adam,
         )
-        train(options, model, optimizer)
-        print(
-            (
-                f"on disk {size_of(options.folder):.2f} GiB, written "
-                f"{store.wear.written / 2**30:.1f} GiB in all"
-            ),
-            flush=True,
-        )
+        train(options, model, optimizer, streamed)
+        written = f"written {store.wear.written / 2**30:.1f} GiB in all"
+        print(f"on disk {size_of(options.folder):.2f} GiB, {written}", flush=True)
 
 
 if __name__ == "__main__":

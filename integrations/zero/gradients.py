@@ -6,7 +6,10 @@ no gradient is written while the worker reads it, and a GradScaler sees whether 
 ranks are finite before ``step``.
 """
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,11 +51,34 @@ class Gradients(BackwardBuckets):
         self.buckets, self._channel = buckets, channel
         self._stage, self._scaler, self._scale = stage, scaler, LossScale()
         self.step = 0  # number of the current step, which seeds stochastic codecs
-        self._local = False
+        self._local = self._again = False
         self._marker = min(
             (m.parameter for b in buckets for m in b.members), key=lambda p: (is_cut(p), p.numel())
         )
         super().__init__([[member.parameter for member in bucket.members] for bucket in buckets])
+
+    @torch.no_grad()
+    def _came(self, b: int, i: int) -> None:
+        if self.syncing and self._stage == 2 and b < self._next:  # after its bucket was sent
+            self._again = True
+        else:
+            super()._came(b, i)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        super().finish()
+        if self._again:
+            super().finish()
+        self._again = False
+
+    @contextmanager
+    def across(self) -> Iterator[None]:
+        """Take all backwards inside the context as one: what a backward would send at its end is
+        sent at the end of the context."""
+        ending = partial(self.finish)
+        self._ending = weakref.ref(ending)
+        yield
+        ending()
 
     def accumulated(self, b: int, i: int) -> None:
         self._local = True

@@ -251,6 +251,8 @@ class Offloaded(StoredOptimizer):
         if self.streamed is not None and self.streamed.transport.size > 1:
             self.streamed.send_gradients(partial(self._take_row, stored))
             parameters = [p for p in parameters if id(p) not in self.streamed.group_of]
+        if self.streamed is not None:
+            self.streamed.takers.append(stored)
         return [stored.hook(p) for p in parameters]
 
     def _take_row(self, into: StoredGradients, group: StreamedGroup, row: torch.Tensor) -> None:

@@ -12,9 +12,9 @@ import os
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -47,11 +47,21 @@ from commpress.integrations.zero.streamed_module import (
     group_specs,
 )
 from commpress.integrations.zero.tiling import PlainName, plain_names
+from commpress.integrations.zero.vertical import Vertical
 from commpress.integrations.zero.wrapper import of_every_rank
 from commpress.optim.layout import LocalWeights, refuse_held
 from commpress.tiered_mem import TieredStore
 
 AHEAD = 2  # groups to read from the disk in advance
+
+
+class GradientTaker(Protocol):
+    """An object that moves gradients away as they come; not while ``syncing`` is False."""
+
+    syncing: bool
+
+    def across(self) -> AbstractContextManager[None]:
+        """Take all backwards inside the context as one, and at its end what has not been moved."""
 
 
 class Streamed(Divided, NotCopied):
@@ -88,6 +98,7 @@ class Streamed(Divided, NotCopied):
                 if module not in self.modules:
                     self.modules[module] = StreamedModule(module, self._fetch, self._backward)
                 self.modules[module].groups.append(group)
+                self.modules[module].block |= module in spec.blocks
             for parameter, _, _ in spec.members:
                 self.group_of[id(parameter)] = group
                 set_streamer(parameter, self)
@@ -99,6 +110,9 @@ class Streamed(Divided, NotCopied):
         # references to the callbacks at the end of each running backward
         self._endings: dict[int, weakref.ref[Any]] = {}
         self._gradients: Gradients | None = None
+        self.takers: list[GradientTaker] = []
+        self._stay: ExitStack | None = None  # keeps what is fetched in memory
+        self._accumulating = False
         # None after the first complete forward
         self._unread: ReadCheck | None = ReadCheck(model, specs, self.groups)
         self._hooks: list[RemovableHandle] = []
@@ -148,6 +162,9 @@ class Streamed(Divided, NotCopied):
             ]
             self.store.prefetch(ahead)
         group.appear()
+        if self._stay is not None:
+            group.holders += 1
+            self._stay.callback(group.release)
         if self.transport.size == 1:
             group.load(self.store, group.flat)
             return
@@ -189,6 +206,7 @@ class Streamed(Divided, NotCopied):
             )
         groups = [u for u in reversed(self.groups) if u.members[0].parameter.requires_grad]
         self._gradients = Gradients(groups, self.channel, stage=2, sink=sink)
+        self.takers.append(self._gradients)
 
     def follow(self, follower: Callable[[str], None]) -> None:
         """Call ``follower`` with the name of each range in the store after its values were
@@ -222,6 +240,64 @@ class Streamed(Divided, NotCopied):
     def every(self, value: float) -> list[float]:
         """Return the values of all ranks."""
         return of_every_rank(self.channel, [value])
+
+    # ------------------------------------------------------------ several micro-batches
+
+    def accumulate(
+        self,
+        loss_of: Callable[[Any], torch.Tensor],
+        batches: Iterable[Any],
+        *,
+        activations: AbstractContextManager[Any] | None = None,
+    ) -> list[torch.Tensor]:
+        """Add up the gradients of ``loss_of(batch)`` over micro-batches, all of which pass through
+        a block before the next is read; return the losses.
+
+        Parameters are read twice a step, not twice for each micro-batch, and gradients leave once.
+        Blocks compute their forward again in the backward. Inputs of blocks stay in memory, one for
+        each block and micro-batch, or go to ``activations``, what ``commpress.activations``
+        returned. Each micro-batch draws random numbers from a generator state of its own, seeded in
+        order by ``torch.randint(2**62, (len(batches),))``. ``loss_of`` divides the loss by the
+        number of micro-batches if their mean is wanted.
+        """
+        batches = list(batches)
+        if not batches:
+            raise InvalidArgument("batches is empty, expected one micro-batch or more")
+        if self._accumulating:
+            raise InvalidArgument("accumulate was called by loss_of of another accumulate")
+        self.drop_aborted()
+        self._accumulating = True
+        try:
+            with ExitStack() as stack:
+                for taker in self.takers:
+                    stack.enter_context(taker.across())
+                return Vertical(self, loss_of, batches, activations).run()
+        finally:
+            self._accumulating = False
+
+    @contextmanager
+    def staying(self, unit: StreamedModule) -> Iterator[None]:
+        """Keep the parameters of ``unit``, and all that are fetched inside the context, in
+        memory."""
+        with ExitStack() as stack:
+            self._stay = stack
+            try:
+                for group in unit.groups:
+                    stack.enter_context(self.whole(group))
+                yield
+            finally:
+                self._stay = None
+
+    @contextmanager
+    def holding_gradients(self, hold: bool) -> Iterator[None]:
+        """Let gradients add up where they are, if ``hold``."""
+        for taker in self.takers:
+            taker.syncing = not hold
+        try:
+            yield
+        finally:
+            for taker in self.takers:
+                taker.syncing = True
 
     # ------------------------------------------------------------ whole values
 

@@ -60,6 +60,7 @@ class StreamedModule(NotCopied):
             fetch,
             backward,
         )
+        self.block = False  # whether it is a block: a unit with all its submodules
         self._forwards = 0
         self._graph: int | None = None  # number of the backward inside this module
         self._calls: set[StreamedForward] = set()
@@ -122,9 +123,15 @@ class StreamedModule(NotCopied):
                 for m in u.members
                 if m.parameter.requires_grad
             }
-        if call.inputs > 0:
+        if call.inputs > 0 or (not self._missing and self._trains_others()):
             self._calls.add(call)
         self._update()
+
+    def _trains_others(self) -> bool:
+        """Return whether the module has trained parameters that are not streamed, as adapters
+        are: the end of their backward is not seen."""
+        own = {id(m.parameter) for group in self.groups for m in group.members}
+        return any(p.requires_grad and id(p) not in own for p in self.module.parameters())
 
     def _came(self, parameter: torch.Tensor) -> None:
         self._missing.discard(id(parameter))
@@ -223,17 +230,20 @@ class GroupSpec:
     name: str
     modules: tuple[nn.Module, ...]
     members: tuple[Numbered, ...]
+    blocks: set[nn.Module]  # those of the modules that are blocks
     kept: bool = False
 
 
 def _together(
     model: nn.Module, chosen: Iterable[type[nn.Module]] = ()
-) -> list[tuple[nn.Module, list[nn.Parameter]]]:
-    """Return units with their parameters: the elements of the outermost lists of modules, or
-    modules of the ``chosen`` classes, with all their parameters; outside of these each module with
-    its own. A tile of a linear layer is always a unit by itself."""
+) -> tuple[list[tuple[nn.Module, list[nn.Parameter]]], set[nn.Module]]:
+    """Return units with their parameters, and which of them are blocks: the elements of the
+    outermost lists of modules, or modules of the ``chosen`` classes, with all their parameters;
+    outside of these each module with its own. A tile of a linear layer is always a unit by
+    itself."""
     chosen = tuple(chosen)
     found: list[tuple[nn.Module, list[nn.Parameter]]] = []
+    blocks = set[nn.Module]()
     whole = 0
 
     def walk(module: nn.Module, listed: bool) -> None:
@@ -245,6 +255,8 @@ def _together(
                 tile for tile in module.modules() if isinstance(tile, Tile) and tile is not module
             ]
             apart = {id(tile.weight) for tile in tiles}
+            if not isinstance(module, TiledLinear):
+                blocks.add(module)
             found.append((module, [p for p in module.parameters() if id(p) not in apart]))
             found.extend((tile, [tile.weight]) for tile in tiles)
             return
@@ -259,7 +271,7 @@ def _together(
         raise InvalidArgument(
             f"blocks is {[t.__name__ for t in chosen]}, but the model has no such module"
         )
-    return [(module, own) for module, own in found if own]
+    return [(module, own) for module, own in found if own], blocks
 
 
 def _direct(module: nn.Module) -> list[nn.Parameter]:
@@ -278,7 +290,8 @@ def group_specs(
     """Assign every parameter to a group: those of one module with equal dtype, device and ``keep``
     together, shared ones by themselves."""
     users: dict[int, list[nn.Module]] = {}
-    for module, own in _together(model, chosen):
+    units, blocks = _together(model, chosen)
+    for module, own in units:
         for parameter in own:
             users.setdefault(id(parameter), []).append(module)
     rows: dict[tuple[object, ...], list[Numbered]] = {}
@@ -288,7 +301,13 @@ def group_specs(
         key = (kept, alone, id(users[id(p)][0]), p.dtype, p.device, p.requires_grad)
         rows.setdefault(key, []).append((p, name, index))
     return [
-        GroupSpec(row[0][1], tuple(users[id(row[0][0])]), tuple(row), bool(key[0]))
+        GroupSpec(
+            row[0][1],
+            tuple(modules := users[id(row[0][0])]),
+            tuple(row),
+            blocks.intersection(modules),
+            bool(key[0]),
+        )
         for key, row in rows.items()
     ]
 

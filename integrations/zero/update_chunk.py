@@ -293,30 +293,47 @@ class StoredGradients(ParameterGradients):
         self._squares: dict[UpdateChunk, float] = {}  # squares of norms of complete gradients
         self._new: dict[UpdateChunk, set[ChunkRange]] = {}  # ranges in this backward
         self._leaving: list[Pending[None]] = []
+        self.syncing = True  # False: gradients add up in memory, in float32
+        self._held: dict[torch.Tensor, torch.Tensor] = {}  # those, by parameter
+        self._ranges: dict[torch.Tensor, list[tuple[UpdateChunk, ChunkRange]]] = {}
+        for chunk in chunks:
+            for own in chunk.ranges:
+                self._ranges.setdefault(own.parameter, []).append((chunk, own))
         self._scratch = torch.zeros(max(c.numel for c in chunks))
 
     def hook(self, parameter: torch.Tensor) -> Any:
-        ranges = [
-            (chunk, own)
-            for chunk in self._chunks
-            for own in chunk.ranges
-            if own.parameter is parameter
-        ]
+        return parameter.register_post_accumulate_grad_hook(self._arrived)
 
-        def arrived(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
-            gradient = local(parameter.grad)
-            if gradient.layout != torch.strided:
-                raise InvalidArgument(
-                    f"the gradient of {ranges[0][1].name!r} is sparse: build its module with "
-                    "sparse=False"
-                )
-            gradient = gradient.contiguous()
-            parameter.grad = None
-            for chunk, own in ranges:
-                self.add(chunk, {own: own.of(gradient)})
+    @torch.no_grad()
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        gradient, parameter.grad = local(parameter.grad), None
+        if gradient.layout != torch.strided:
+            raise InvalidArgument(
+                f"the gradient of {self._ranges[parameter][0][1].name!r} is sparse: build its "
+                "module with sparse=False"
+            )
+        if (held := self._held.pop(parameter, None)) is not None:
+            gradient = held.add_(gradient)
+        if self.syncing:
+            self._move(parameter, gradient)
+        else:
+            self._held[parameter] = gradient.float()
 
-        return parameter.register_post_accumulate_grad_hook(arrived)
+    def _move(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        gradient = gradient.contiguous()
+        for chunk, own in self._ranges[parameter]:
+            self.add(chunk, {own: own.of(gradient)})
+
+    @contextmanager
+    def across(self) -> Iterator[None]:
+        """Move at the end of the context the gradients that have added up in memory."""
+        try:
+            yield
+            for parameter, gradient in self._held.items():
+                self._move(parameter, gradient)
+        finally:
+            self._held.clear()
 
     @torch.no_grad()
     def add(self, chunk: UpdateChunk, values: dict[ChunkRange, torch.Tensor]) -> None:

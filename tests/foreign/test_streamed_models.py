@@ -15,7 +15,7 @@ import commpress
 from commpress.errors import InvalidArgument
 from small_store import open_store
 from tiny_gpt2 import arguments
-from tiny_models import BERT, GPT2, model
+from tiny_models import BERT, GPT2, MODELS, loss_of, model
 
 ENDS = {"bos_token_id": 0, "eos_token_id": 0, "vocab_size": 64}
 HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
@@ -129,3 +129,36 @@ def test_saved_tensors_of_transformers_in_a_store(store, again):
     tier.settle()
     assert tier.counters.saved
     assert not len(store)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_micro_batches_together_through_the_blocks_of_transformers(tmp_path, kind):
+    """Of decoders, encoders, both, and a mixture of experts: losses equal, gradients up to the
+    order of sums where a tensor has several uses."""
+    torch.manual_seed(0)
+    net = MODELS[kind]()
+    for part in net.modules():
+        if hasattr(part, "config"):
+            part.config.use_cache = False
+    other = copy.deepcopy(net)
+    with open_store(tmp_path / "store", host="64MiB") as store:
+        streamed = commpress.stream(net, store=store)
+        optimizer = commpress.Offloaded(net.parameters(), torch.optim.SGD, store=store, lr=1.0)
+        got = streamed.accumulate(lambda seed: loss_of(net, seed, early=False), range(3))
+        optimizer.step()
+        wanted = [loss_of(other, seed, early=False) for seed in range(3)]
+        sum(wanted).backward()
+        assert got == [loss.detach() for loss in wanted]
+        state = streamed.state_dict()
+        for name, p in other.named_parameters():
+            if p.grad is not None:
+                moved = p.detach() - p.grad
+                torch.testing.assert_close(state[name], moved, rtol=1e-6, atol=3e-7, msg=name)
+
+
+def test_a_cache_of_keys_is_named(store):
+    """It would hide keys of the forward from the backward, without another loss."""
+    net = made().train()
+    streamed = commpress.stream(net, store=store)
+    with pytest.raises(InvalidArgument, match=r"'transformer.h.0' puts tensors .*use_cache=False"):
+        streamed.accumulate(lambda ids: net(ids, labels=ids).loss, [IDS])

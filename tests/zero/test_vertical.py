@@ -1,0 +1,430 @@
+"""Micro-batches that pass through each block together give the gradients of one after the other."""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commpress
+from commpress.errors import InvalidArgument
+from small_store import open_store
+from stream_twin import OPTIONS, WIDTH, WORDS, groups, loss_of, made, offloaded
+from variants import first
+from zero_twin import Masters, clip
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PARTS = 3
+
+
+@pytest.fixture
+def store(tmp_path):
+    with open_store(tmp_path / "store", host="4MiB") as opened:
+        yield opened
+
+
+def untied(**more):
+    net = made(**more)
+    net.head.weight = nn.Parameter(torch.randn(WORDS, WIDTH) / 7)
+    return net
+
+
+def accumulated(streamed, net, step, parts=PARTS, rank=0, **more):
+    found = streamed.accumulate(lambda part: loss_of(net, step, part, rank), range(parts), **more)
+    return [loss.item() for loss in found]
+
+
+def horizontal(net, step, parts=PARTS):
+    losses = []
+    for part in range(parts):
+        loss = loss_of(net, step, part)
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def check(streamed, other):
+    state = streamed.state_dict()
+    for name, value in other.state_dict().items():
+        assert torch.equal(state[name], value), name
+    assert not any(group.present or group.holders for group in streamed.groups)
+
+
+@pytest.mark.parametrize("parts", first(1, [3, 1, 2]))
+def test_equals_the_plain_model(store, parts):
+    net, other = untied(), untied()
+    streamed = commpress.stream(net, store=store, chunk_mb=0.04)
+    optimizer, twin = offloaded(net, store), torch.optim.AdamW(groups(other), **OPTIONS)
+    for step in range(6):
+        assert accumulated(streamed, net, step, parts) == horizontal(other, step, parts)
+        clip(other.parameters(), 0.5)
+        for one in (optimizer, twin):
+            one.step()
+            one.zero_grad()
+    check(streamed, other)
+
+
+def test_inputs_of_blocks_may_be_in_another_tier(store, tmp_path):
+    net, other = untied(), untied()
+    streamed = commpress.stream(net, store=store)
+    optimizer = offloaded(net, store)
+    twin = torch.optim.AdamW(groups(other), **OPTIONS)
+    with open_store(tmp_path / "tier", host="1MiB") as beside:
+        tier = commpress.activations(beside, budget=0, min_bytes=1)
+        for step in range(3):
+            got = accumulated(streamed, net, step, activations=tier)
+            assert got == horizontal(other, step)
+            clip(other.parameters(), 0.5)
+            for one in (optimizer, twin):
+                one.step()
+                one.zero_grad()
+        kept = 4 * 2 * 8 * WIDTH  # input of a block
+        assert tier.counters.written == 3 * PARTS * len(net.layers) * kept
+        tier.settle()
+        assert not list(beside)
+    check(streamed, other)
+
+
+def test_gradients_of_a_tied_weight_are_first_those_of_the_head(store):
+    net, other = made(), untied()
+    with torch.no_grad():
+        other.head.weight.copy_(other.tokens.weight)
+    streamed = commpress.stream(net, store=store)
+    optimizer = commpress.Offloaded(net.parameters(), torch.optim.SGD, store=store, lr=1.0)
+    accumulated(streamed, net, 0)
+    optimizer.step()
+    horizontal(other, 0)
+    wanted = other.tokens.weight - (other.head.weight.grad + other.tokens.weight.grad)
+    assert torch.equal(streamed.state_dict()["tokens.weight"], wanted)
+
+
+def test_half_precision_adds_up_in_float32(store):
+    net, other = untied().bfloat16(), untied().bfloat16()
+    streamed = commpress.stream(net, store=store, chunk_mb=0.04)
+    optimizer = offloaded(net, store, max_grad_norm=None)
+    twin = Masters(other.parameters(), **OPTIONS | {"weight_decay": 0.0})
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    for step in range(3):
+        accumulated(streamed, net, step)
+        optimizer.step()
+        sums = [torch.zeros(p.shape) for p in twin.parameters]
+        for part in range(PARTS):
+            loss_of(other, step, part).backward()
+            for total, p in zip(sums, twin.parameters, strict=True):
+                if p.grad is not None:
+                    total += p.grad
+                p.grad = None
+        twin.step(sums)
+    check(streamed, other)
+
+
+class Dropping(nn.Module):
+    """Blocks with dropout and several results, a skip around two of them and one without use."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Pair() for _ in range(4))
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x):
+        skip = x = self.first(x)
+        total = 0.0
+        for number, block in enumerate(self.blocks):
+            pair = block({"x": x.tanh(), "skip": skip}, scale=2.0)
+            x, total = pair.x, total + pair.more[0]
+            if number == 1:
+                x = x + skip
+        return self.last(x).mean() + total
+
+
+@dataclass
+class Results:
+    x: torch.Tensor
+    more: tuple
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, given, scale):
+        y = self.dropout(self.linear(given["x"] * scale + given["skip"]))
+        return Results(y, (y.square().mean(), torch.ones(2), y.sum()))
+
+
+def test_random_numbers_and_graphs_that_are_no_sequence(store):
+    torch.manual_seed(0)
+    net = Dropping()
+    other, data = copy.deepcopy(net), torch.randn(PARTS, 5, 8)
+    streamed = commpress.stream(net, store=store)
+    optimizer = commpress.Offloaded(net.parameters(), torch.optim.SGD, store=store, lr=0.1)
+    for step in range(2):
+        torch.manual_seed(step)
+        seeds = torch.randint(2**62, (PARTS,)).tolist()
+        after = torch.get_rng_state()
+        torch.manual_seed(step)
+        losses = streamed.accumulate(net, data)
+        assert torch.equal(torch.get_rng_state(), after)
+        optimizer.step()
+        other.zero_grad()
+        for seed, part, loss in zip(seeds, data, losses, strict=True):
+            torch.manual_seed(seed)
+            wanted = other(part)
+            wanted.backward()
+            assert torch.equal(loss, wanted.detach())
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        state = streamed.state_dict()
+        for name, value in other.state_dict().items():
+            # sums of a tensor with several uses have another order
+            torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+        other.load_state_dict(state)
+
+
+def test_autocast_of_the_caller(store):
+    net, other = untied(), untied()
+    streamed = commpress.stream(net, store=store)
+    commpress.Offloaded(net.parameters(), torch.optim.SGD, store=store, lr=0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, wanted = accumulated(streamed, net, 0), horizontal(other, 0)
+    assert got == wanted
+
+
+def test_parameters_are_read_twice_a_step(tmp_path):
+    """And gradients are moved once; one after the other, each time."""
+    net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
+    numel = sum(p.numel() for p in net.parameters())
+    most = 0
+    with open_store(tmp_path / "store", host="1MiB") as store:
+        streamed = commpress.stream(net, store=store)
+        optimizer = commpress.Offloaded(net.parameters(), torch.optim.SGD, store=store, lr=0.1)
+
+        def look(*_):
+            nonlocal most
+            most = max(most, sum(group.present for group in streamed.groups))
+
+        for layer in net:
+            layer.register_forward_hook(look)
+            layer.weight.register_post_accumulate_grad_hook(look)
+        crossed = []
+        for step in range(3):
+            before = store.crossing.up, store.crossing.down
+            data = torch.randn(PARTS, 2, 64)
+            if step < 2:  # the first forward of all looks for foreign reads, alone
+                streamed.accumulate(lambda x: net(x).square().mean(), data)
+            else:
+                for x in data:
+                    net(x).square().mean().backward()
+            now = store.crossing.up, store.crossing.down
+            crossed.append([(b - a) / (4 * numel) for a, b in zip(before, now, strict=True)])
+            optimizer.step()
+            optimizer.zero_grad()
+    assert crossed == [[3, 1], [2, 1], [2 * PARTS, PARTS]]
+    assert most == 1
+
+
+def test_what_a_round_has_fetched_stays_until_its_end(store, monkeypatch):
+    """An embedding, in backward, and a norm and a head, in the tails, as blocks do."""
+    net, fetched = untied(), []
+    streamed = commpress.stream(net, store=store)
+    offloaded(net, store)
+    fetch = streamed._fetch
+    accumulated(streamed, net, 0)
+    for unit in streamed.modules.values():
+        unit._fetch = lambda group: (fetched.append(group.name), fetch(group))
+    monkeypatch.setattr(streamed, "_fetch", unit._fetch)
+    accumulated(streamed, net, 1)
+    times = {name: fetched.count(name) for name in fetched}
+    assert times == dict.fromkeys(times, 2) | {"scale": 1, "head.weight": 1}
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a trained one that was added later."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.frozen(self.added(x).tanh() if hasattr(self, "added") else x)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_frozen_block_with_an_adapter(store, together):
+    """Nothing before the first adapter takes gradients, and nothing streamed in its block."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Adapted() for _ in range(3)))
+    other, data = copy.deepcopy(net), torch.randn(PARTS, 4, 8)
+    for one in (net, other):
+        if one is net:
+            streamed = commpress.stream(net, store=store)
+        one.requires_grad_(False)
+        torch.manual_seed(1)
+        one[1].added = nn.Linear(8, 8)
+
+    def loss_of(x):
+        return net(x).square().mean()
+
+    if together:
+        streamed.accumulate(loss_of, data)
+    else:
+        for x in data:
+            loss_of(x).backward()
+    for x in data:
+        other(x).square().mean().backward()
+    assert torch.equal(net[1].added.weight.grad, other[1].added.weight.grad)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+class Writes(nn.Module):
+    """A block that does something which cannot be computed again."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(8, 8)
+        self.count = 0.0
+
+    def forward(self, x, cache):
+        y = self.linear(x)
+        if self.kind == "cache":
+            cache.append(y)
+        if self.kind == "attribute":
+            self.penalty = y.square().mean()
+        if self.kind == "count":
+            self.count += 1
+            y = y * self.count
+        return y
+
+
+class Writing(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.blocks = kind, nn.ModuleList(Writes(kind) for _ in range(2))
+
+    def forward(self, x):
+        cache = []
+        x = x.clone()
+        for block in self.blocks:
+            y = block(x, cache)
+            if self.kind == "in place":
+                x += 1
+            x = y
+        return x.mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("cache", "block 'blocks.0' puts tensors into its arguments"),
+        ("attribute", "block 'blocks.0' stores a tensor with a graph in 'penalty'"),
+        ("count", "block 'blocks.1' returned results of norm"),
+        ("in place", "an input of block 'blocks.1' was changed in place"),
+    ],
+)
+def test_blocks_that_cannot_be_computed_again_are_named(store, kind, message):
+    net = Writing(kind)
+    streamed = commpress.stream(net, store=store)
+    with pytest.raises(InvalidArgument, match=message):
+        streamed.accumulate(net, torch.randn(2, 3, 8, requires_grad=True))
+    assert not any(group.present or group.holders for group in streamed.groups)
+
+
+@pytest.mark.parametrize("remember", ["reentrant", "new"])
+def test_activation_checkpointing_of_others(store, remember):
+    """torch's, with the graph kept, finds nothing to do; with reentrant backwards it is refused."""
+    net, other = untied(remember=remember), untied()
+    streamed = commpress.stream(net, store=store)
+    optimizer = offloaded(net, store)
+    if remember == "reentrant":
+        with pytest.raises(InvalidArgument, match=r"layers\.2.* so turn checkpointing off"):
+            accumulated(streamed, net, 0)
+        return
+    assert accumulated(streamed, net, 0) == horizontal(other, 0)
+    clip(other.parameters(), 0.5)
+    optimizer.step()
+    torch.optim.AdamW(groups(other), **OPTIONS).step()
+    check(streamed, other)
+
+
+def test_errors_end_all_micro_batches_and_leave_nothing_behind(store):
+    net, other = untied(), untied()
+    streamed = commpress.stream(net, store=store)
+    optimizer, twin = offloaded(net, store), torch.optim.AdamW(groups(other), **OPTIONS)
+
+    def failing(part):
+        loss = loss_of(net, 0, part)
+        if part == 1:
+            raise OSError("no more data")
+        return loss
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="no more data"):
+            streamed.accumulate(failing, range(PARTS))
+        assert not any(group.present or group.holders for group in streamed.groups)
+    for batches, loss, message in (
+        ([], net, "batches is empty"),
+        ([0], lambda _: None, "loss_of returned a NoneType"),
+        (
+            [0],
+            lambda _: torch.ones(()),
+            r"loss_of returned a tensor of shape \(\), requires_grad=F",
+        ),
+        ([0], lambda _: streamed.accumulate(net, [0]), "was called by loss_of"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            streamed.accumulate(loss, batches)
+    optimizer.zero_grad()
+    assert accumulated(streamed, net, 0) == horizontal(other, 0)
+    clip(other.parameters(), 0.5)
+    optimizer.step()
+    twin.step()
+    check(streamed, other)
+
+
+# ---------------------------------------------------------------- ranks
+
+
+def over_ranks(folder, steps):
+    rank, net, losses = dist.get_rank(), untied(), []
+    with open_store(f"{folder}/{rank}", host="2MiB") as store:
+        streamed = commpress.stream(net, store=store, chunk_mb=0.04)
+        optimizer = offloaded(net, store)
+        for step in range(steps):
+            losses.append(accumulated(streamed, net, step, rank=rank))
+            optimizer.step()
+        return streamed.state_dict(), losses
+
+
+def with_ddp(steps):
+    rank, net, losses = dist.get_rank(), untied(), []
+    ddp = DistributedDataParallel(net, find_unused_parameters=True)
+    commpress.compress(ddp, "none")
+    optimizer = torch.optim.AdamW(groups(net), **OPTIONS)
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses.append([])
+        for part in range(PARTS):
+            ddp.require_backward_grad_sync = part == PARTS - 1
+            loss = loss_of(ddp, step, part, rank)
+            loss.backward()
+            losses[-1].append(loss.item())
+        clip(net.parameters(), 0.5)
+        optimizer.step()
+    return net.state_dict(), losses
+
+
+@pytest.mark.parametrize("ranks", first(1, [2, 3]))
+def test_over_ranks_equals_ddp(pool, tmp_path, ranks):
+    found = pool.run(over_ranks, str(tmp_path), 4, size=ranks)
+    wanted = pool.run(with_ddp, 4, size=ranks)
+    for (state, losses), (other, others) in zip(found, wanted, strict=True):
+        assert losses == others
+        for name, value in other.items():
+            assert torch.equal(state[name], value), name
