@@ -6,6 +6,7 @@ Trainer(..., optimizer_cls_and_kwargs=(ZeroOneAdam, {"lr": 1e-4}),
         callbacks=[Compress()])                                      momentum
 Trainer(..., callbacks=[LocalTraining()])                            changes of the weights
 Trainer(..., callbacks=[DividedExperts()])                           experts of each rank
+class MyTrainer(Accumulating, Trainer)                               a streamed model
 DistributedCompression(codec="int8").attach(accelerator)             gradients, Accelerate
 DistributedCompression(codec="int8",
                        weights="int8").attach(accelerator)           both, of its FSDP2
@@ -41,6 +42,7 @@ from commpress.integrations.trainers.compression import (
     refuse_shards,
     wrapper_of,
 )
+from commpress.integrations.trainers.hf_accumulating import Accumulating as Accumulating
 from commpress.integrations.trainers.rank_files import (
     Compressor,
     load_experts,

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 from transformers import Trainer
 
 import commpress
+import commpress.hf
 from commpress.errors import InvalidArgument
 from small_store import open_store
 from tiny_gpt2 import arguments
@@ -78,6 +79,53 @@ def test_a_checkpoint_of_the_trainer_of_a_streamed_model(store, tmp_path):
         ).train()
         results.append(type(net).from_pretrained(folder / "checkpoint-2").state_dict())
     assert same(*results)
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_trainer_whose_micro_batches_pass_together(store, tmp_path, counts):
+    """Four batches in steps of three and one, with masked labels; the loss is a mean over all
+    labels of a step, or of the losses of its batches."""
+
+    class Together(commpress.hf.Accumulating, Trainer):
+        pass
+
+    data = [
+        {"input_ids": ids, "labels": ids.where(ids > 5 * n, -100)} for n in (0, 1) for ids in IDS
+    ]
+    found = []
+    for kind in (Together, Trainer):
+        net = made("LlamaForCausalLM")
+        net.config.use_cache = False
+        own = (torch.optim.AdamW, {"lr": 1e-2})
+        if kind is Together:
+            commpress.stream(net, store=store)
+            place = {"optimizer": torch.optim.AdamW, "store": store}
+            own = (commpress.Offloaded, {**place, "lr": 1e-2})
+        options = {"gradient_accumulation_steps": 3, "max_grad_norm": 0.0, "logging_steps": 1}
+        trainer = kind(
+            net,
+            arguments(tmp_path / kind.__name__, per_device_train_batch_size=1, **options),
+            train_dataset=data,
+            optimizer_cls_and_kwargs=own,
+        )
+        trainer.model_accepts_loss_kwargs = counts
+        trainer.train()
+        losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+        found.append((losses, net.state_dict()))
+    (losses, state), (others, other) = found
+    assert len(losses) == 6
+    assert losses == others
+    assert same(state, other)
+
+
+def test_a_trainer_of_a_model_in_memory_is_refused(tmp_path):
+    class Together(commpress.hf.Accumulating, Trainer):
+        pass
+
+    data = [{"input_ids": ids, "labels": ids} for ids in IDS]
+    trainer = Together(made(), arguments(tmp_path), train_dataset=data)
+    with pytest.raises(InvalidArgument, match=r"call commpress.stream\(model, store="):
+        trainer.train()
 
 
 def test_adapters_of_peft_beside_a_streamed_model(store):
