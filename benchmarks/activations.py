@@ -14,12 +14,9 @@ process had (VmHWM), all of it: torch, parameters, gradients, moments, and the s
 """
 
 import argparse
-import multiprocessing
 import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -33,6 +30,7 @@ from commpress.cli.gpt import GPT, standard_library
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
 from commpress.units import show_bytes
+from turns import Steps, in_turns, resident
 
 MEMORY, SLOWER = 0.55, 1.1
 VARIANTS = ("in memory", "disk", "RAM")
@@ -70,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
             "--width, --layers, --length, --steps and --threads must be at least 1"
         )
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        measured = measure(options, folder)
+        measured = in_turns(VARIANTS, train, options.steps + 1, options, folder)
     title = (
         f"GPT of {measured[0].parameters / 1e6:.0f} M parameters, one sequence of "
         f"{options.length} tokens, {options.threads} thread(s)"
@@ -113,27 +111,8 @@ def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
     ]
 
 
-def measure(options: argparse.Namespace, folder: str) -> list[Measured]:
-    spawn, running = multiprocessing.get_context("spawn"), []
-    for name in VARIANTS:
-        ours, theirs = spawn.Pipe()
-        process = spawn.Process(target=train, args=(name, options, folder, theirs), daemon=True)
-        process.start()
-        running.append((ours, process))
-    for _ in range(options.steps + 1):
-        for ours, _ in running:
-            ours.send(True)
-            ours.recv()
-    found: list[Measured] = []
-    for ours, process in running:
-        ours.send(False)
-        found.append(ours.recv())
-        process.join()
-    return found
-
-
-def train(name: str, options: argparse.Namespace, folder: str, parent: Connection) -> None:
-    """One variant: a step for each word of the parent, then what was measured."""
+def train(name: str, options: argparse.Namespace, folder: str) -> Steps:
+    """One variant of ``in_turns``."""
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     net = GPT(
@@ -152,7 +131,7 @@ def train(name: str, options: argparse.Namespace, folder: str, parent: Connectio
         store = commpress.TieredStore.open(f"{folder}/{name}", host=host)
         tier = commpress.activations(store, budget=options.host)
     took, losses = [], []
-    while parent.recv():
+    while (yield):
         begin = perf_counter()
         with tier:
             loss = net(text[:, :-1], text[:, 1:])
@@ -162,19 +141,14 @@ def train(name: str, options: argparse.Namespace, folder: str, parent: Connectio
         took.append(perf_counter() - begin)
         losses.append(loss.item())
         del loss
-        parent.send(None)
-    status = Path("/proc/self/status").read_text().splitlines()
-    resident = next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) << 10
     values = torch.cat([p.detach().flatten() for p in net.parameters()])
     counters = getattr(tier, "counters", None)
-    parent.send(
-        Measured(
-            name,
-            median(took[1:]),
-            resident,
-            counters.written // len(took) if counters else 0,
-            counters.wait_seconds / len(took) if counters else 0.0,
-            f"{losses} {checksum_of(values.numpy().data)}",
-            values.numel(),
-        )
+    return Measured(
+        name,
+        median(took[1:]),
+        resident(),
+        counters.written // len(took) if counters else 0,
+        counters.wait_seconds / len(took) if counters else 0.0,
+        f"{losses} {checksum_of(values.numpy().data)}",
+        values.numel(),
     )

@@ -21,6 +21,7 @@ import kills
 import local_loss
 import local_speed
 import loss
+import micro_batches
 import observe
 import optimizer
 import pipeline
@@ -61,6 +62,7 @@ BENCHMARKS = (
     local_loss,
     local_speed,
     loss,
+    micro_batches,
     observe,
     optimizer,
     pipeline,

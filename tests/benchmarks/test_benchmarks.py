@@ -216,6 +216,14 @@ def test_saved_tensors_in_a_store_train_the_same_bits(tmp_path):
 
 
 @pytest.mark.slow
+def test_micro_batches_together_train_the_same_bits(tmp_path):
+    small = "--width 64 --layers 2 --micro-batches 3 --steps 1 --threads 1 --host 600"
+    rows = run(f"micro_batches {small} --folder {tmp_path}", tmp_path)["rows"]
+    assert len({row["bits"] for row in rows}) == 1
+    assert all(0.8 < share < 1.01 for row in rows for share in row["of_formula"])
+
+
+@pytest.mark.slow
 def test_a_plan_is_held_against_measurements(tmp_path, capsys):
     content = run(f"plan --ranks 2 --rounds 1 --steps 1 {SMALL} --ways bf16,sign", tmp_path)
     assert [row["way"] for row in content["rows"]] == ["plain", "bf16", "sign"]
