@@ -332,7 +332,7 @@ MUTANTS = [
     ),
     Mutant(
         "differences from other weights are applied",
-        "integrations/weights/replay.py",
+        "integrations/weights/version_log.py",
         "    if record.base_digest != held.digest:",
         "    if False:",
         "tests/weights/test_receiving.py",

@@ -10,6 +10,7 @@ from commpress.cli.terminal import table, write_json
 from commpress.errors import InvalidArgument
 from commpress.integrations.weights import mirror
 from commpress.integrations.weights.http_server import WeightServer
+from commpress.integrations.weights.weight_records import Version
 from commpress.units import show_bytes
 
 NOTHING = "nothing is published there yet"
@@ -64,12 +65,12 @@ def stat(options: argparse.Namespace) -> int:
     return 0
 
 
-def _write(path: str | None, found: list[mirror.Verified]) -> None:
+def _write(path: str | None, found: list[Version]) -> None:
     if path:
         write_json(path, list(map(asdict, found)))
 
 
-def _cells(found: mirror.Verified) -> dict[str, str]:
+def _cells(found: Version) -> dict[str, str]:
     return {
         "version": str(found.version),
         "base": str(found.base),

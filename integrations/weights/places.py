@@ -6,7 +6,7 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic, sleep
@@ -14,6 +14,7 @@ from time import monotonic, sleep
 from commpress.errors import InvalidArgument, MissingPackage
 from commpress.integrations.weights import weight_records as records
 
+HTTP = ("http://", "https://")  # URLs of servers
 PART = ".part"  # ends the names of files that are not whole yet
 AT_ONCE = 8  # parts of files that are read in the background at the same time
 MOST = 8 << 20  # bytes that are asked for at once
@@ -110,26 +111,16 @@ class FolderPlace(ReadablePlace):
         finally:
             os.close(file)
 
-    def write(self, name: str, chunks: Iterable[bytes]) -> None:
-        """Write a file whole or not at all, also in place of another; it is on the disk when this
-        returns."""
-        with self._draft(name, chunks) as draft:
-            os.rename(draft, self._path / name)
-
-    def create(self, name: str, content: bytes) -> None:
-        """The same; FileExistsError if there is one."""
-        with self._draft(name, [content]) as draft:
-            os.link(draft, self._path / name)
-
-    @contextlib.contextmanager
-    def _draft(self, name: str, chunks: Iterable[bytes]) -> Iterator[Path]:
+    def write(self, name: str, chunks: Iterable[bytes], *, anew: bool = False) -> None:
+        """Write a file whole or not at all; it is on the disk when this returns. It takes the place
+        of another, or with ``anew`` raises FileExistsError if there is one."""
         draft = self._path / f"{name}.{secrets.token_hex(4)}{PART}"
         try:
             with open(draft, "xb") as file:
                 file.writelines(chunks)
                 file.flush()
                 os.fsync(file.fileno())
-            yield draft
+            (os.link if anew else os.rename)(draft, self._path / name)
         finally:
             draft.unlink(missing_ok=True)
         folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
@@ -180,15 +171,12 @@ class ObjectPlace(ReadablePlace):
         end = min(first + most, size)
         return self._files.cat_file(path, start=first, end=end) if first < size else b"", size
 
-    def write(self, name: str, chunks: Iterable[bytes]) -> None:
+    def write(self, name: str, chunks: Iterable[bytes], *, anew: bool = False) -> None:
+        if anew and name in self.names():
+            raise FileExistsError(name)
         with self._files.open(f"{self._path}/{name}", "wb") as file:
             for chunk in chunks:
                 file.write(chunk)
-
-    def create(self, name: str, content: bytes) -> None:
-        if name in self.names():
-            raise FileExistsError(name)
-        self.write(name, [content])
 
     def names(self) -> list[str]:
         self._files.invalidate_cache()
@@ -203,12 +191,12 @@ class ObjectPlace(ReadablePlace):
 WeightPlace = FolderPlace | ObjectPlace
 
 
-def writable_place(to: str | os.PathLike[str]) -> WeightPlace:
-    """A place for a publisher: a folder, which is made, or a URL of fsspec."""
-    text = os.fspath(to)
-    if text.startswith(("http://", "https://")):
+def stored_place(where: str | os.PathLike[str], *, make: bool = False) -> WeightPlace:
+    """A folder or an object store, by its URL; ``make``: for a publisher."""
+    text = os.fspath(where)
+    if text.startswith(HTTP):
         raise InvalidArgument(
             f"to is {text!r}, expected a folder or an object store: serve it with commpress "
             "weights serve"
         )
-    return ObjectPlace(text, make=True) if "://" in text else FolderPlace(to, make=True)
+    return ObjectPlace(text, make=make) if "://" in text else FolderPlace(where, make=make)

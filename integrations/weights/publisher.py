@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from time import monotonic
 
 import numpy as np
@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 
 from commpress.checksum import Checksum
-from commpress.errors import InvalidArgument, StateMismatch
-from commpress.integrations.weights import held_weights, replay, version_log
+from commpress.errors import InvalidArgument, StateMismatch, check_counts
+from commpress.integrations.weights import held_weights, version_log
 from commpress.integrations.weights import weight_records as records
 from commpress.integrations.weights.own_part import Compared, OwnPart
-from commpress.integrations.weights.places import writable_place
+from commpress.integrations.weights.places import stored_place
+from commpress.integrations.weights.replay import Rebuilder
 from commpress.integrations.weights.weight_layout import WeightLayout
+from commpress.integrations.weights.weight_records import Version
 from commpress.tiered_mem.store import TieredStore
 
 log = logging.getLogger("commpress")
@@ -26,14 +28,9 @@ _DENSE = 0.5  # of the weights' own bytes: from here on differences hardly pay
 
 
 @dataclass(frozen=True)
-class Report:
-    """One version; ``density`` is the share of numbers that changed."""
+class Report(Version):
+    """A version as its publisher knows it."""
 
-    version: int
-    bytes: int  # of its differences
-    anchor_bytes: int  # of all weights, beside them so that readers can begin here; 0 if not
-    dense_bytes: int  # of the weights as they are
-    density: float
     seconds: float  # until the version could be had
     scan_seconds: float  # of them, those in which training stood still
 
@@ -70,10 +67,7 @@ class Publisher:
         store: TieredStore | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        for name, value in (("anchor_every", anchor_every), ("keep", keep)):
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if value is not None and not whole:
-                raise InvalidArgument(f"{name} is {value!r}, expected a whole number of at least 1")
+        check_counts(1, keep=keep, anchor_every=1 if anchor_every is None else anchor_every)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise InvalidArgument(f"dtype is {dtype!r}, expected floats such as torch.bfloat16")
         tensors = held_weights.tensors_of(weights)
@@ -85,10 +79,10 @@ class Publisher:
         self._since: list[int] = []  # bytes of the differences of each version since then
         self._gather = held_weights.RankGather(process_group)
         try:
-            self._place = writable_place(to)
+            self._place = stored_place(to, make=True)
             self._layout = held_weights.layout_over(self._gather, tensors(), dtype)
             epoch, run, versions = self._gather.first(lambda: version_log.claim(self._place))
-            seen = self._gather.together(lambda: version_log.claimed(self._place, epoch))
+            seen = self._gather.together(lambda: epoch in version_log.epochs(self._place))
             if not all(seen):
                 raise InvalidArgument(
                     f"to is {os.fspath(to)!r}, and rank {seen.index(False)} does not see there "
@@ -211,8 +205,7 @@ class Publisher:
             anchors,
             layout,
         )
-        listed = records.ListedVersion(version, base.version, anchored)
-        versions = version_log.kept((*self._versions, listed), self._keep)
+        versions = version_log.kept((*self._versions, record.listed), self._keep)
         self._gather.first(lambda: version_log.commit(self._place, record, versions))
         seconds = monotonic() - started
         self._part.advance(codes)
@@ -220,18 +213,16 @@ class Publisher:
         self._since.append(nbytes)
         if anchored:
             self._anchor, self._since = record, []
-        dense = layout.nbytes
+        self._report = report = Report(*astuple(record.facts), seconds, spent)
         if not self._gather.rank:
             version_log.tidy(self._place, versions, base.epoch)
-            if nbytes > _DENSE * dense:
+            if nbytes > _DENSE * report.dense_bytes:
                 log.warning(
                     "the differences of version %d have %.0f %% of the weights' bytes: they pay at "
                     "rates of fine-tuning, not of training from scratch",
                     version,
-                    100 * nbytes / dense,
+                    100 * nbytes / report.dense_bytes,
                 )
-        density, anchor_bytes = record.changed / max(layout.numel, 1), record.anchor_nbytes
-        self._report = Report(version, nbytes, anchor_bytes, dense, density, seconds, spent)
 
     def _anchor_due(self, nbytes: int) -> bool:
         if self._anchor.layout != self._layout:
@@ -269,11 +260,11 @@ class Publisher:
         place, held = self._place, self._held
         head = records.HeadRecord(held.run, held.epoch, self._versions)
         route = head.route(head.newest, 0)
-        found = list(replay.followed(place, records.VersionRecord(), *route))
+        found = list(version_log.followed(place, records.VersionRecord(), *route))
         if found[-1].layout.model != self._layout.model:
             where = _difference(found[-1].layout, self._layout)
             raise StateMismatch(f"{place} holds another model, {where}: name another folder")
-        self._part.fill(replay.Rebuilder(place, found, anchor=True))
+        self._part.fill(Rebuilder(place, found, anchored=True))
         self._held = found[-1]._replace(epoch=held.epoch)
         self._anchor, self._since = found[0], [record.nbytes for record in found[1:]]
 
