@@ -75,25 +75,24 @@ class HttpPlace(ReadablePlace):
     def range(self, name: str, first: int, most: int) -> tuple[bytes, int]:
         for pause in (*(PAUSE * 2**i for i in range(TRIES)), None):
             try:  # another thread may take the last one meanwhile
-                wire, challenge = self._idle.pop()
+                wire = self._idle.pop()
             except IndexError:
-                wire, challenge = self._kind(*self._at, timeout=self._timeout), b""
+                wire = self._kind(*self._at, timeout=self._timeout), b""
             try:
-                found, total, challenge = self._ask(wire, challenge, name, first, most)
-            except (HTTPException, OSError) as error:
-                wire.close()
+                found, total, challenge = self._ask(*wire, name, first, most)
+            except BaseException as error:
+                wire[0].close()
+                if not isinstance(error, (HTTPException, OSError)):
+                    raise
                 if pause is None:
                     what = f"{self._url} gave no {name} in {TRIES + 1} tries: {error!r}"
                     raise CommunicationError(what) from error
                 time.sleep(pause)
-            except BaseException:
-                wire.close()
-                raise
-            else:
-                self._idle.append((wire, challenge))
-                if found is None:
-                    raise FileNotFoundError(name)
-                return found, total
+                continue
+            self._idle.append((wire[0], challenge))
+            if found is None:
+                raise FileNotFoundError(name)
+            return found, total
         raise AssertionError
 
     def _ask(

@@ -75,8 +75,6 @@ class Publisher:
         self._pending: Future[None] | None = None
         self._report: Report | None = None
         self._failure: Exception | None = None
-        self._anchor = records.VersionRecord()  # the last version with one
-        self._since: list[int] = []  # bytes of the differences of each version since then
         self._gather = held_weights.RankGather(process_group)
         try:
             self._place = stored_place(to, make=True)
@@ -92,6 +90,7 @@ class Publisher:
             self._part = OwnPart(self._layout, self._gather.rank, tensors, dtype, store, prefix)
             self._versions = tuple(records.ListedVersion(*each) for each in versions)
             self._held = records.VersionRecord(run, epoch)
+            self._since = [self._held]  # versions from the last one with an anchor on
             if versions:
                 self._gather.together(self._take_over)
         except BaseException:
@@ -172,14 +171,12 @@ class Publisher:
         def ready() -> tuple[int, bytes, int]:
             if isinstance(scanned, Exception):
                 raise scanned
-            if asked is not None and (
-                isinstance(asked, bool) or not base.version < asked < 1 << 48
-            ):
+            version = base.version + 1 if asked is None else asked
+            if type(version) is not int or not base.version < version < 1 << 48:
                 expected = f"expected a whole number above {base.version}, the last one"
                 raise InvalidArgument(f"version is {asked!r}, {expected}")
             compared.extend(each.result() for each in scanned)
             hashed = np.array([each.hashed for each in compared], np.uint64).tobytes()
-            version = base.version + 1 if asked is None else asked
             return version, hashed, sum(each.changed for each in compared)
 
         every = self._gather.together(ready)
@@ -207,29 +204,31 @@ class Publisher:
         )
         versions = version_log.kept((*self._versions, record.listed), self._keep)
         self._gather.first(lambda: version_log.commit(self._place, record, versions))
-        seconds = monotonic() - started
-        self._part.advance(codes)
-        self._held, self._versions = record, versions
-        self._since.append(nbytes)
-        if anchored:
-            self._anchor, self._since = record, []
-        self._report = report = Report(*astuple(record.facts), seconds, spent)
-        if not self._gather.rank:
-            version_log.tidy(self._place, versions, base.epoch)
-            if nbytes > _DENSE * report.dense_bytes:
-                log.warning(
-                    "the differences of version %d have %.0f %% of the weights' bytes: they pay at "
-                    "rates of fine-tuning, not of training from scratch",
-                    version,
-                    100 * nbytes / report.dense_bytes,
-                )
+        report = Report(*astuple(record.facts), monotonic() - started, spent)
+
+        def settle() -> None:
+            self._part.advance(codes)
+            if not self._gather.rank:
+                version_log.tidy(self._place, versions, base.epoch)
+
+        self._gather.together(settle)  # a rank that could not would keep the others waiting later
+        self._held, self._versions, self._report = record, versions, report
+        self._since = [record] if anchored else [*self._since, record]
+        if not self._gather.rank and nbytes > _DENSE * report.dense_bytes:
+            log.warning(
+                "the differences of version %d have %.0f %% of the weights' bytes: they pay at "
+                "rates of fine-tuning, not of training from scratch",
+                version,
+                100 * nbytes / report.dense_bytes,
+            )
 
     def _anchor_due(self, nbytes: int) -> bool:
-        if self._anchor.layout != self._layout:
-            return True
-        if self._anchor_every is not None:
-            return len(self._since) + 1 >= self._anchor_every
-        return sum(self._since) + nbytes >= self._anchor.anchor_nbytes
+        anchor, *since = self._since
+        if self._anchor_every is None:
+            due = sum(record.nbytes for record in since) + nbytes >= anchor.anchor_nbytes
+        else:
+            due = len(self._since) >= self._anchor_every
+        return due or anchor.layout != self._layout
 
     def _written(
         self, version: int, codes: Iterable[bytes], *, anchor: bool
@@ -266,7 +265,7 @@ class Publisher:
             raise StateMismatch(f"{place} holds another model, {where}: name another folder")
         self._part.fill(Rebuilder(place, found, anchored=True))
         self._held = found[-1]._replace(epoch=held.epoch)
-        self._anchor, self._since = found[0], [record.nbytes for record in found[1:]]
+        self._since = found
 
 
 def _difference(theirs: WeightLayout, ours: WeightLayout) -> str:
