@@ -12,20 +12,30 @@ at a rate of fine-tuning, publish bfloat16 every few steps, and wait until all h
   step     mean seconds of a step, without publishing and with publish(wait=False) before every
            --steps-th, in turns, while nobody reads
 
+Where the kernel cannot delay packets, or to measure over a link that exists, hosts are given: their
+addresses, the trainers' first (three readers may share one), and a command that runs another on
+host {host}, counted by addresses. They must share this machine's disk and clock, as network
+namespaces do.
+
   python benchmarks weight_sync --check --json weight_sync.json
   python benchmarks weight_sync --width 256 --layers 4 --rounds 2 --rate 20mbit
+  python benchmarks weight_sync --addresses 10.0.0.1,10.0.0.2 --enter 'ip netns exec h{host}'
 """
 
 import argparse
+import contextlib
 import functools
 import http.server
 import json
 import os
+import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -40,6 +50,7 @@ from commpress.cli import harness
 from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.cli.hosts import Hosts, parse_rate
 from commpress.cli.option_groups import at_least, option
+from commpress.errors import InvalidArgument
 from commpress.units import parse_time
 from commpress.weights import Publisher, Receiver, WeightServer
 
@@ -90,6 +101,8 @@ class Measured:
 def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--rate R", None, "100mbit", "of the trainers' link")
     option(parser, "--delay T", None, "0ms", "of each link, one way; needs netem")
+    option(parser, "--addresses A,B", None, "", "of hosts that there are, for --enter")
+    option(parser, "--enter COMMAND", None, "", "runs another command on host {host} of these")
     option(parser, "--width N", at_least(64), 896, "of the model")
     option(parser, "--layers N", at_least(1), 13, "of the model")
     option(parser, "--begin N", at_least(0), 12, f"steps at {BEGIN:g} before those at --lr")
@@ -107,13 +120,36 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
+@dataclass(frozen=True)
+class GivenHosts:
+    """Hosts that somebody else has made, and whose links he has shaped."""
+
+    addresses: list[str]
+    enter: str
+
+    def start(self, host: int, command: list[str], env: dict[str, str]) -> Any:
+        there = shlex.split(self.enter.format(host=min(host, len(self.addresses) - 1)))
+        return subprocess.Popen([*there, *command], env=env)
+
+
+@contextlib.contextmanager
+def _hosts(options: argparse.Namespace) -> Iterator[Hosts | GivenHosts]:
+    if bool(options.addresses) != bool(options.enter):
+        raise InvalidArgument("--addresses and --enter belong together: give both or none")
+    if options.enter:
+        yield GivenHosts(options.addresses.split(","), options.enter)
+        return
     rate, delay = parse_rate(options.rate), parse_time(options.delay)
+    with Hosts(1 + READERS, delay=delay) as hosts:
+        hosts.shape(0, rate, delay)
+        yield hosts
+
+
+def run(options: argparse.Namespace) -> int:
     with (
         tempfile.TemporaryDirectory(prefix="weight-sync-") as folder,
-        Hosts(1 + READERS, delay=delay) as hosts,
+        _hosts(options) as hosts,
     ):
-        hosts.shape(0, rate, delay)
         server, relay = hosts.addresses[:2]
         setting = Setting(
             folder,
@@ -164,7 +200,7 @@ def judge(rows: list[Measured]) -> list[tuple[str, bool]]:
 # ---------------------------------------------------------------- who does what when
 
 
-def _measure(hosts: Hosts, setting: Setting) -> Measured:
+def _measure(hosts: Hosts | GivenHosts, setting: Setting) -> Measured:
     """Processes tell each other by files: the hosts share the disk, and the clock."""
     finds = f"import sys; sys.path[:] = {sys.path!r}; import weight_sync"
 

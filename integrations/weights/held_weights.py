@@ -34,19 +34,22 @@ def tensors_of(source: Source) -> Callable[[], Tensors]:
             for k, v in source.state_dict(keep_vars=True).items()
             if isinstance(v, torch.Tensor)
         }
-    given = None if callable(source) else dict(source)
+    given = source if callable(source) else _named(source)
+    return lambda: given if isinstance(given, dict) else _named(given())
 
-    def checked() -> Tensors:
-        found = source() if callable(source) else given or {}
-        for name, value in found.items():
-            if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-                raise InvalidArgument(
-                    f"{name!r} is a {type(value).__name__}, expected names with tensors, or a "
-                    "module"
-                )
-        return found
 
-    return checked
+def _named(given: Any) -> dict[str, torch.Tensor]:
+    try:
+        found = dict(given)
+    except (TypeError, ValueError):
+        found = {"": given}
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise InvalidArgument(
+                f"weights are {name!r} with a {type(value).__name__}, expected a module, names "
+                "with tensors, or a function that gives them"
+            )
+    return found
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from commpress.collectives.transports import run_key as keys
 from commpress.errors import CommunicationError, Corrupted, InvalidArgument
-from commpress.integrations.weights.places import HTTP, MOST, ReadablePlace, stored_place
+from commpress.integrations.weights.places import HTTP, MOST, ReadablePlace, stored_place, url_of
 from commpress.integrations.weights.weight_records import HEAD_NAME, LONGEST_HEAD
 
 SCHEME, CHALLENGE, PROOF_HEADER = "Commpress", "X-Commpress-Challenge", "X-Commpress-Proof"
@@ -23,7 +23,7 @@ TRIES, PAUSE = 3, 0.25  # after the first; seconds before the second, twice as m
 
 def reading_place(source: str | os.PathLike[str], key: bytes | None) -> ReadablePlace:
     """A source of versions by its folder or URL."""
-    text = os.fspath(source)
+    text = url_of(source)
     return HttpPlace(text, checked_key(key)) if text.startswith(HTTP) else stored_place(source)
 
 

@@ -13,7 +13,15 @@ from commpress.collectives.transports.run_key import CALLER, DOOR, nonce, proof,
 from commpress.errors import CommpressError, InvalidArgument
 from commpress.integrations.observe.limited_server import LimitedServer, is_loopback, listening
 from commpress.integrations.weights import http_place
-from commpress.integrations.weights.places import MOST, PART, ObjectPlace, ReadablePlace
+from commpress.integrations.weights.places import (
+    HTTP,
+    MOST,
+    PART,
+    ObjectPlace,
+    ReadablePlace,
+    stored_place,
+    url_of,
+)
 from commpress.integrations.weights.relay import RelayPlace
 from commpress.integrations.weights.weight_records import HEAD_NAME, is_plain, version_of
 
@@ -46,11 +54,10 @@ class WeightServer(LimitedServer):
         host: str = "127.0.0.1",
         key: bytes | None = None,
     ) -> None:
-        key, text = http_place.checked_key(key), os.fspath(source)
-        relays = text.startswith(("http://", "https://"))
+        key, text = http_place.checked_key(key), url_of(source)
         self.key, self.sent_bytes, self.heard_from = key, 0, dict[str, tuple[int, float]]()
         self.place: ReadablePlace = (
-            RelayPlace(text, key) if relays else http_place.reading_place(source, key)
+            RelayPlace(text, key) if text.startswith(HTTP) else stored_place(source)
         )
         if isinstance(self.place, ObjectPlace):
             raise InvalidArgument(f"source is {source!r}, which readers can read without a server")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from commpress.checksum import Checksum
-from commpress.errors import Damaged
+from commpress.errors import Damaged, InvalidArgument
 from commpress.integrations.weights import version_log
 from commpress.integrations.weights import weight_records as records
 from commpress.integrations.weights.http_place import reading_place
@@ -96,6 +96,10 @@ def pull(
     each version.
     """
     place, copy = reading_place(source, key), FolderPlace(folder, make=True)
+    if version_log.epochs(copy):
+        raise InvalidArgument(
+            f"{str(folder)!r} is a folder that a publisher writes to: name another"
+        )
     own = version_log.read_head(copy)
     held = version_log.read_version(copy, own.newest) if own else records.VersionRecord()
 

@@ -8,6 +8,7 @@ import stat
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import inf
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -53,6 +54,8 @@ class ReadablePlace:
     def head(self, after: int, seconds: float) -> bytes:
         """The file ``head``, as soon as it has a version later than ``after``; after ``seconds`` as
         it is. Of those that wait one looks, and the others learn it from that one."""
+        if not isinstance(seconds, int | float) or not 0 <= seconds < inf:
+            raise InvalidArgument(f"wait is {seconds!r}, expected seconds of at least 0")
         if seconds <= 0 or self._newest > after:
             return self.look(after, 0.0)
         began = monotonic()
@@ -191,9 +194,16 @@ class ObjectPlace(ReadablePlace):
 WeightPlace = FolderPlace | ObjectPlace
 
 
+def url_of(where: str | os.PathLike[str]) -> str:
+    """A folder or URL as text."""
+    if not where or not isinstance(where, str | os.PathLike):
+        raise InvalidArgument(f"{where!r} is no place, expected a folder, http:// or another URL")
+    return os.fspath(where)
+
+
 def stored_place(where: str | os.PathLike[str], *, make: bool = False) -> WeightPlace:
     """A folder or an object store, by its URL; ``make``: for a publisher."""
-    text = os.fspath(where)
+    text = url_of(where)
     if text.startswith(HTTP):
         raise InvalidArgument(
             f"to is {text!r}, expected a folder or an object store: serve it with commpress "

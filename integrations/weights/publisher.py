@@ -70,6 +70,8 @@ class Publisher:
         check_counts(1, keep=keep, anchor_every=1 if anchor_every is None else anchor_every)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise InvalidArgument(f"dtype is {dtype!r}, expected floats such as torch.bfloat16")
+        if not isinstance(store, TieredStore | None):
+            raise InvalidArgument(f"store is {store!r}, expected a TieredStore")
         tensors = held_weights.tensors_of(weights)
         self._anchor_every, self._keep = anchor_every, keep
         self._pending: Future[None] | None = None
@@ -121,8 +123,8 @@ class Publisher:
         self.wait()
         if self._failure is not None:
             raise StateMismatch(
-                f"an earlier version could not be published ({self._failure}): make a new "
-                "Publisher, which goes on with the last one that was"
+                f"this publisher has ended ({self._failure}): make a new Publisher, which goes on "
+                "with the last version that could be had"
             ) from self._failure
         started = monotonic()
         scanned: Scanned | Exception
@@ -150,6 +152,7 @@ class Publisher:
         try:
             self.wait()
         finally:
+            self._failure = self._failure or StateMismatch("it was closed")
             self._background.shutdown()
             self._part.close()
             self._gather.close()

@@ -176,6 +176,12 @@ def _pairs(
     targets: Mapping[str, torch.Tensor], named: Mapping[str, torch.Tensor], mapping: Mapped
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(a tensor of the model, its new value); StateMismatch if any does not fit."""
+    for name, source in mapping.items() if isinstance(mapping, Mapping) else [("", mapping)]:
+        if name not in targets or not (isinstance(source, str) or callable(source)):
+            raise InvalidArgument(
+                f"mapping has {name!r}: {source!r}, expected a name of the model, and for it one "
+                "that is published or a function"
+            )
     seen: set[int] = set()
     for name, target in targets.items():
         if id(target) in seen:
@@ -183,7 +189,7 @@ def _pairs(
         seen.add(id(target))
         source = mapping.get(name, name)
         value = named.get(source) if isinstance(source, str) else source(named)
-        if value is None:
+        if not isinstance(value, torch.Tensor):
             raise StateMismatch(
                 f"{name!r} of the model is not published; mapping= can name or make it: "
                 f"{', '.join(list(named)[:5])}, …"

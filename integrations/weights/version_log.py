@@ -128,7 +128,8 @@ def check_follows(held: VersionRecord, record: VersionRecord) -> None:
 
 def claim(place: WeightPlace) -> tuple[int, str, Versions]:
     """(epoch, run, versions): from now on, publishers of earlier epochs cannot commit."""
-    epoch = max(epochs(place), default=0) + 1
+    head = read_head(place)
+    epoch = 1 + max([*epochs(place), head.epoch if head else 0])  # a copy has no other sign of them
     while True:
         with suppress(FileExistsError):
             place.write(f"{EPOCH}{epoch}", [], anew=True)
@@ -137,7 +138,7 @@ def claim(place: WeightPlace) -> tuple[int, str, Versions]:
     for earlier in epochs(place):
         if earlier < epoch - 1:
             place.remove(f"{EPOCH}{earlier}")
-    head, names = read_head(place), place.names()
+    head, names = read_head(place), place.names()  # as nobody else can change them any more
     run, versions = (head.run, head.versions) if head else (uuid4().hex, ())
     last = versions[-1].version if versions else 0
     for number in sorted({records.version_of(name) for name in names}):

@@ -49,8 +49,8 @@ class WeightMetrics:
         *,
         to: Sequence[Callable[[Any], object]],
     ) -> None:
-        if not to:
-            raise InvalidArgument("to is empty, expected sinks such as print")
+        if not to or callable(to):
+            raise InvalidArgument(f"to is {to!r}, expected sinks such as [print]")
         self._publisher, self._server, self._to = publisher, server, list(to)
         self._told = 0
 

@@ -380,6 +380,23 @@ def test_more_weights_than_a_reader_allows_are_refused_before_memory_is_taken(pu
         Receiver(published, limit="1KiB").prepare()
 
 
+def test_a_publisher_goes_on_from_a_copy_and_readers_follow_it(tmp_path):
+    """A copy has no sign of earlier publishers but their epoch in its head."""
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    for begin in range(3):
+        publish(run, [begin + 1], begin=begin)
+    pull(run, copy)
+    reader = reader_at(run, 3)
+    publish(copy, [4], begin=3)
+    follower = Receiver(copy)
+    follower._live, follower._spare, follower._held = reader._live, reader._spare, reader._held
+    assert follower.prepare() == 4
+    assert [each.epoch for each in verify(copy)][-1] == 4
+    for source in (run, copy):
+        with pytest.raises(InvalidArgument, match="that a publisher writes to: name another"):
+            pull(source, copy)
+
+
 def test_a_copy_of_a_copy_is_the_run(published, tmp_path):
     assert pull(published, tmp_path / "one") == pull(tmp_path / "one", tmp_path / "two") == 8
     reader_at(tmp_path / "two", 8)

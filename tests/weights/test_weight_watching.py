@@ -115,5 +115,5 @@ def test_prometheus_reads_versions_and_readers(watched):
 
 
 def test_metrics_without_a_sink_are_refused(watched):
-    with pytest.raises(InvalidArgument, match="to is empty"):
+    with pytest.raises(InvalidArgument, match="to is \\[\\]"):
         WeightMetrics(watched.publisher, to=[])
