@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from commpress.errors import Damaged, StateMismatch
 from commpress.integrations.weights import weight_records as records
-from commpress.integrations.weights.places import ReadablePlace, WeightPlace
+from commpress.integrations.weights.places import PART, ReadablePlace, WeightPlace
 from commpress.integrations.weights.weight_records import HeadRecord, ListedVersion, VersionRecord
 
 T = TypeVar("T")
@@ -135,9 +135,10 @@ def claim(place: WeightPlace) -> tuple[int, str, Versions]:
             place.write(f"{EPOCH}{epoch}", [], anew=True)
             break
         epoch += 1
-    for earlier in epochs(place):
-        if earlier < epoch - 1:
-            place.remove(f"{EPOCH}{earlier}")
+    old = {f"{EPOCH}{earlier}" for earlier in epochs(place) if earlier < epoch - 1}
+    for name in place.names():
+        if name in old or name.endswith(PART):  # drafts, of publishers that were killed
+            place.remove(name)
     head, names = read_head(place), place.names()  # as nobody else can change them any more
     run, versions = (head.run, head.versions) if head else (uuid4().hex, ())
     last = versions[-1].version if versions else 0

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import weight_bytes
+import weight_speed
 from commpress.cli import main, weight_copies
 from commpress.weights import Publisher, Receiver, WeightServer
 
@@ -120,3 +121,11 @@ def test_the_benchmark_counts_what_codes_take():
         assert line.index_value == pytest.approx(48 * line.changed)
     assert weight_bytes.markdown(lines).count("\n") == 13
     assert len(weight_bytes.judge(lines)) == 18
+
+
+def test_the_benchmark_of_speed_measures_each_call():
+    lines = weight_speed.measure(1)
+    assert [line.changed for line in lines] == [*weight_speed.SHARES, None]
+    assert lines[0].bits < lines[1].bits < lines[2].bits < lines[-1].bits < 12
+    assert all(line.encode > 0 and line.decode > 0 for line in lines)
+    assert len(weight_speed.judge(lines)) == 6

@@ -113,6 +113,8 @@ def test_a_publisher_that_dies_at_any_operation_leaves_whole_versions(tmp_path):
     version, died = campaign(tmp_path / "run", range(1, 41, 2))
     assert died >= 18
     assert version > 10
+    publish(str(tmp_path / "run"), 1)
+    assert not list((tmp_path / "run").glob("*.part"))
 
 
 def test_a_copy_that_dies_at_any_operation_leaves_whole_versions(tmp_path):
