@@ -12,6 +12,7 @@ exponents coded.
 """
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -68,7 +69,7 @@ def _line(share: float | None, old: np.ndarray, rng: np.random.Generator, times:
     return Line(share, 8 * len(code) / law.BLOCK, compare, encode, decode)
 
 
-def _rate(call: partial[object], block: np.ndarray, times: int) -> float:
+def _rate(call: Callable[[], object], block: np.ndarray, times: int) -> float:
     return block.nbytes / 1e9 / median(harness.seconds(call) for _ in range(times))
 
 

@@ -8,6 +8,8 @@ at a rate of fine-tuning, publish bfloat16 every few steps, and wait until all h
   commit   and until the version can be had
   crossed  bytes over the slow link for all three, of those of a version
   dense    until three readers have downloaded all weights in bfloat16 at once over the same link
+  XOR      the same of old ^ new under zstd at level 1 (zlib without a module of zstd)
+  index    the same of four bytes for a place and two for the new value
   install  seconds of Receiver.install, and of a copy of the same tensors, in turns on the first
            reader while the others do nothing
   step     mean seconds of a step, without publishing and with publish(wait=False) before every
@@ -43,9 +45,11 @@ from statistics import median
 from typing import Any
 from urllib.request import urlopen
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from commpress.cli import harness
 from commpress.cli.gpt import GPT, batch, standard_library
@@ -54,13 +58,14 @@ from commpress.cli.option_groups import at_least, option
 from commpress.errors import InvalidArgument
 from commpress.units import parse_time
 from commpress.weights import Publisher, Receiver, WeightServer
+from weight_bytes import compressor
 
-READERS, PORT, RELAY_PORT, DENSE_PORT = 3, 9500, 9501, 9502
+READERS, PORT, RELAY_PORT, OTHERS_PORT = 3, 9500, 9501, 9502
 LENGTH, LOOK = 32, 0.01
 BEGIN = 1e-3  # rate of --begin
 SETTLE = 8  # steps at --lr before the first version
 SOONER, INSTALL, STEP = 40.0, 1.2, 1.05  # bars of --check
-DENSE = "dense.bin"
+OTHERS = "dense", "XOR", "index"  # ways in which a version is downloaded, for comparison
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,8 @@ class Measured:
     sync_seconds: float  # median of the rounds, as the next two
     scan_seconds: float  # of them, until weights are compared
     commit_seconds: float  # and until the version can be had
-    dense_seconds: float
+    other_bytes: dict[str, int]
+    other_seconds: dict[str, float]
     install_seconds: float
     copy_seconds: float
     plain_step: float
@@ -96,7 +102,7 @@ class Measured:
 
     @property
     def sooner(self) -> float:
-        return self.dense_seconds / self.sync_seconds
+        return self.other_seconds["dense"] / self.sync_seconds
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -178,7 +184,8 @@ def cells(m: Measured) -> dict[str, str]:
         "sync s": f"{m.sync_seconds:.3f}",
         "scan s": f"{m.scan_seconds:.3f}",
         "commit s": f"{m.commit_seconds:.3f}",
-        "dense s": f"{m.dense_seconds:.1f}",
+        **{f"{name} MB": f"{nbytes / 1e6:.1f}" for name, nbytes in m.other_bytes.items()},
+        **{f"{name} s": f"{seconds:.1f}" for name, seconds in m.other_seconds.items()},
         "sooner": f"{m.sooner:.1f}x",
         "install ms": f"{1e3 * m.install_seconds:.1f}",
         "copy ms": f"{1e3 * m.copy_seconds:.1f}",
@@ -233,7 +240,8 @@ def _measure(hosts: Hosts | GivenHosts, setting: Setting) -> Measured:
         median(end - begin for end, begin in zip(ends, begun, strict=True)),
         median(trained["scan"]),
         median(trained["commit"]),
-        max(reader["dense"] for reader in readers),
+        trained["others"],
+        {name: max(reader["others"][name] for reader in readers) for name in OTHERS},
         median(readers[0]["install"]),
         median(readers[0]["copy"]),
         trained["plain"],
@@ -288,16 +296,19 @@ def trainer(given: str, rank: int, store: str) -> None:
     server = None
     if rank == 0:
         server = WeightServer(run, PORT, host=setting.server, key=_KEY)
-        Path(setting.folder, "dense").mkdir()
-        Path(setting.folder, "dense", DENSE).write_bytes(bytes(report.dense_bytes))
-        _serve_dense(setting)
+        Path(setting.folder, "others").mkdir()
+        _serve_others(setting)
         _tell(setting, "ready")
     begun, nbytes, scan, commit = dict[int, float](), 0, list[float](), list[float]()
     _all_have(setting, report.version)
     sent = server.sent_bytes if server is not None else 0
-    for _ in range(setting.rounds):
+    others = {"dense": report.dense_bytes}
+    for turn in range(setting.rounds):
+        before = _patterns(model) if turn == setting.rounds - 1 else None
         for _ in range(setting.steps):
             step()
+        if before is not None:
+            others |= _other_bytes(before, _patterns(model))
         dist.barrier()
         begins = time.monotonic()
         report = publisher.publish()
@@ -308,6 +319,8 @@ def trainer(given: str, rank: int, store: str) -> None:
         _all_have(setting, report.version)
     if server is not None:
         sent = server.sent_bytes - sent
+        for name, size in others.items():
+            Path(setting.folder, "others", name).write_bytes(bytes(size))
         _tell(setting, "over")
     for n in range(READERS):
         _told(setting, f"read-{n}")
@@ -324,7 +337,7 @@ def trainer(given: str, rank: int, store: str) -> None:
     publisher.wait()
     if rank == 0:
         found = {"begun": begun, "parameters": parameters, "density": report.density}
-        found |= {"crossed": sent / nbytes, "scan": scan, "commit": commit}
+        found |= {"crossed": sent / nbytes, "scan": scan, "commit": commit, "others": others}
         found |= {"bytes": report.bytes, "plain": median(plain), "published": median(published)}
         _tell(setting, "trained", found)
     if server is not None:
@@ -346,9 +359,24 @@ class _Silent(http.server.SimpleHTTPRequestHandler):
         """Say nothing."""
 
 
-def _serve_dense(setting: Setting) -> None:
-    handler = functools.partial(_Silent, directory=f"{setting.folder}/dense")
-    dense = http.server.ThreadingHTTPServer((setting.server, DENSE_PORT), handler)
+def _patterns(model: torch.nn.Module) -> np.ndarray:
+    """This rank's weights in bfloat16."""
+    own = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
+    return torch.cat([each.detach().flatten().bfloat16() for each in own]).view(torch.int16).numpy()
+
+
+def _other_bytes(old: np.ndarray, new: np.ndarray) -> dict[str, int]:
+    """Of both ranks."""
+    _, compress = compressor()
+    own = [len(compress((old ^ new).tobytes())), 6 * int(np.count_nonzero(old != new))]
+    every = torch.tensor(own)
+    dist.all_reduce(every)
+    return dict(zip(OTHERS[1:], every.tolist(), strict=True))
+
+
+def _serve_others(setting: Setting) -> None:
+    handler = functools.partial(_Silent, directory=f"{setting.folder}/others")
+    dense = http.server.ThreadingHTTPServer((setting.server, OTHERS_PORT), handler)
     threading.Thread(target=dense.serve_forever, daemon=True).start()
 
 
@@ -385,12 +413,17 @@ def reader(given: str, number: int) -> None:
     if number == 0:
         _tell(setting, "measured")
     _told(setting, "measured")
-    begins = time.monotonic()
-    with (
-        urlopen(f"http://{setting.server}:{DENSE_PORT}/{DENSE}") as answer,
-        open(os.devnull, "wb") as nowhere,
-    ):
-        shutil.copyfileobj(answer, nowhere, 1 << 20)
-    dense = time.monotonic() - begins
-    found = {"installed": installed, "install": install, "copy": copy, "dense": dense}
+    others = {}
+    for name in OTHERS:
+        _tell(setting, f"{name}-{number}")
+        for n in range(READERS):  # all at once
+            _told(setting, f"{name}-{n}")
+        begins = time.monotonic()
+        with (
+            urlopen(f"http://{setting.server}:{OTHERS_PORT}/{name}") as answer,
+            open(os.devnull, "wb") as nowhere,
+        ):
+            shutil.copyfileobj(answer, nowhere, 1 << 20)
+        others[name] = time.monotonic() - begins
+    found = {"installed": installed, "install": install, "copy": copy, "others": others}
     _tell(setting, f"read-{number}", found)

@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 from time import monotonic
 
 import numpy as np
@@ -207,7 +207,7 @@ class Publisher:
         )
         versions = version_log.kept((*self._versions, record.listed), self._keep)
         self._gather.first(lambda: version_log.commit(self._place, record, versions))
-        report = Report(*astuple(record.facts), monotonic() - started, spent)
+        report = Report(**asdict(record.facts), seconds=monotonic() - started, scan_seconds=spent)
 
         def settle() -> None:
             self._part.advance(codes)
