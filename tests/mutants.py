@@ -352,6 +352,13 @@ MUTANTS = [
         "tests/weights/test_publishing.py",
     ),
     Mutant(
+        "integers are installed as floats",
+        "integrations/weights/receiver.py",
+        "        wide = value.is_floating_point() and target",
+        "        wide = target",
+        "tests/weights/test_receiving.py",
+    ),
+    Mutant(
         "a name of a mapping that the model does not have is ignored",
         "integrations/weights/receiver.py",
         "        if name not in targets or not (",

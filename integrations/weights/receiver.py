@@ -194,8 +194,9 @@ def _pairs(
                 f"{name!r} of the model is not published; mapping= can name or make it: "
                 f"{', '.join(list(named)[:5])}, …"
             )
-        wide = torch.promote_types(value.dtype, target.dtype) == target.dtype
-        if value.shape != target.shape or not wide:
+        wide = value.is_floating_point() and target.dtype in (torch.float32, torch.float64)
+        same = value.dtype == target.dtype or (wide and value.itemsize < target.itemsize)
+        if value.shape != target.shape or not same:
             raise StateMismatch(
                 f"{name!r} is {target.dtype} of {list(target.shape)} in the model, the new one "
                 f"{value.dtype} of {list(value.shape)}: mapping= can give a function that fits it"

@@ -332,6 +332,37 @@ def test_wider_floats_take_the_same_numbers(published):
     assert same({name: value.detach().bfloat16() for name, value in model.named_parameters()}, 8)
 
 
+@pytest.mark.parametrize(
+    ("published", "there", "fits"),
+    [
+        ("float8_e4m3fn", "float32", True),
+        ("float8_e8m0fnu", "float64", True),
+        ("float32", "float64", True),
+        ("float8_e4m3fn", "bfloat16", False),
+        ("float8_e4m3fn", "float8_e5m2", False),
+        ("float16", "bfloat16", False),
+        ("float32", "bfloat16", False),
+        ("int64", "float32", False),
+        ("uint8", "int16", False),
+    ],
+)
+def test_a_model_takes_its_own_type_and_wider_floats(tmp_path, published, there, fits):
+    value = torch.arange(0, 120, 8, dtype=torch.uint8)
+    dtype = getattr(torch, published)
+    value = value.view(dtype) if dtype.itemsize == 1 else value.to(dtype)
+    model = {"w": torch.zeros(15, dtype=getattr(torch, there))}
+    with Publisher({"w": value}, tmp_path) as publisher:
+        publisher.publish()
+    reader = Receiver(tmp_path)
+    reader.prepare()
+    if fits:
+        reader.install(model)
+        assert torch.equal(model["w"], value.to(model["w"].dtype))
+    else:
+        with pytest.raises(StateMismatch, match=r"'w' is torch\.\w+ of .* in the model"):
+            reader.install(model)
+
+
 def test_a_mapping_names_and_makes_tensors(published):
     reader = Receiver(published)
     reader.prepare()
