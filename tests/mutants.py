@@ -352,6 +352,13 @@ MUTANTS = [
         "tests/weights/test_publishing.py",
     ),
     Mutant(
+        "a publisher that ends takes the copies of the next one along",
+        "integrations/weights/publisher.py",
+        'prefix = f"published/{run}/{epoch}/"',
+        'prefix = f"published/{run}/"',
+        "tests/weights/test_weight_watching.py",
+    ),
+    Mutant(
         "integers are installed as floats",
         "integrations/weights/receiver.py",
         "        wide = value.is_floating_point() and target",

@@ -170,6 +170,7 @@ class ObjectPlace(ReadablePlace):
 
     def range(self, name: str, first: int, most: int) -> tuple[bytes, int]:
         path = f"{self._path}/{name}"
+        self._files.invalidate_cache(path)  # another process writes the head
         size = int(self._files.info(path)["size"])
         end = min(first + most, size)
         return self._files.cat_file(path, start=first, end=end) if first < size else b"", size

@@ -88,7 +88,7 @@ class Publisher:
                     f"to is {os.fspath(to)!r}, and rank {seen.index(False)} does not see there "
                     "what rank 0 writes: name a folder that all ranks share, or an object store"
                 )
-            prefix = f"published/{run}/"
+            prefix = f"published/{run}/{epoch}/"
             self._part = OwnPart(self._layout, self._gather.rank, tensors, dtype, store, prefix)
             self._versions = tuple(records.ListedVersion(*each) for each in versions)
             self._held = records.VersionRecord(run, epoch)

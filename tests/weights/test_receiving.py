@@ -444,6 +444,30 @@ def test_object_stores_of_fsspec_are_places(tmp_path):
         assert [each.epoch for each in verify(url)] == [1, 1, 1, 2, 2]
 
 
+def test_what_another_process_writes_to_an_object_store_is_seen(tmp_path):
+    """Though fsspec keeps what it knew of a file."""
+    fsspec = pytest.importorskip("fsspec")
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    class Remembering(MemoryFileSystem):
+        protocol, known = "remembering", {}
+
+        @classmethod
+        def _strip_protocol(cls, path):
+            return super()._strip_protocol(path.replace("remembering:", "memory:"))
+
+        def info(self, path, **options):
+            return self.known.setdefault(path, super().info(path, **options))
+
+        def invalidate_cache(self, path=None):
+            self.known.clear()
+
+    fsspec.register_implementation("remembering", Remembering)
+    for version in range(1, 4):
+        publish(f"memory://{tmp_path.name}", [version], begin=max(version - 1, 1))
+        assert Receiver(f"remembering://{tmp_path.name}").newest() == version
+
+
 @pytest.mark.parametrize(
     "text", ["", "http://host:port", "http://", "http://a/b", "nothing://here"]
 )
