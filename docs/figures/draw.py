@@ -12,6 +12,7 @@ HERE = Path(__file__).parent
 OURS, THEIRS = "#3f51b5", "#9e9e9e"
 # drawn in grey
 PEERS = ("plain", "bf16 hook", "PowerSGD", "torch", "FSDP2", "AdamW", "DeepSpeed", "fio", "without")
+PEERS += ("bfloat16", "index + value", "XOR + zstd")
 # pixels: a bar's height, the longest bar, room for its value, a letter
 LINE, BAR, VALUE, LETTER = 20, 120, 78, 6.8
 STYLE = (

@@ -71,7 +71,8 @@ def _copied(place: ReadablePlace, file: records.PayloadFile) -> Iterator[bytes]:
         yield chunk
     if checksum.intdigest() != file.checksum:
         raise Damaged(
-            f"{file.name} is not the file that was published: bytes are missing or changed",
+            f"{file.name} is not the file that was published: bytes are missing or changed; if it "
+            "is a copy's, remove the copy and pull it anew",
             file=file.name,
         )
 
