@@ -373,10 +373,10 @@ MUTANTS = [
         "tests/weights/test_weights_misuse.py",
     ),
     Mutant(
-        "differences of a sparse code may lie outside their block",
+        "a sparse code may go on behind its last difference",
         "kernels/cpu/sources/exact_loops.py",
-        "        if at >= numel:",
-        "        if False:",
+        "    return 0 if (bit + 7) >> 3 == code.size else -1",
+        "    return 0",
         "tests/weights/test_exact_code.py",
     ),
     Mutant(

@@ -343,6 +343,7 @@ def test_wider_floats_take_the_same_numbers(published):
         ("float16", "bfloat16", False),
         ("float32", "bfloat16", False),
         ("int64", "float32", False),
+        ("uint8", "float32", False),
         ("uint8", "int16", False),
     ],
 )
