@@ -359,6 +359,13 @@ MUTANTS = [
         "tests/weights/test_weight_watching.py",
     ),
     Mutant(
+        "a copy that follows ends when its server is away",
+        "commpress/cli/weight_copies.py",
+        "            if not options.follow:\n                raise",
+        "            raise",
+        "tests/weights/test_weights_commands.py",
+    ),
+    Mutant(
         "integers are installed as floats",
         "integrations/weights/receiver.py",
         "        wide = value.is_floating_point() and target",

@@ -7,7 +7,7 @@ from functools import partial
 from time import sleep
 
 from commpress.cli.terminal import table, write_json
-from commpress.errors import InvalidArgument
+from commpress.errors import CommunicationError, InvalidArgument
 from commpress.integrations.weights import mirror
 from commpress.integrations.weights.http_server import WeightServer
 from commpress.integrations.weights.weight_records import Version
@@ -16,6 +16,7 @@ from commpress.units import show_bytes
 NOTHING = "nothing is published there yet"
 LOOK = 0.5  # seconds between two looks at readers
 PATIENCE = 60.0  # of one wait for a newer version
+AGAIN = 5.0  # until a server that did not answer is asked again
 
 say = partial(print, flush=True)
 
@@ -36,7 +37,14 @@ def serve(options: argparse.Namespace) -> int:
 def pull(options: argparse.Namespace) -> int:
     saved, wait = 0, 0.0
     while True:
-        version = mirror.pull(options.source, options.folder, wait=wait, tell=say)
+        try:
+            version = mirror.pull(options.source, options.folder, wait=wait, tell=say)
+        except CommunicationError as error:
+            if not options.follow:
+                raise
+            say(f"{error}; asking again")
+            sleep(AGAIN)
+            continue
         if options.safetensors and version > saved:
             saved = mirror.save_safetensors(
                 options.folder, options.safetensors, limit=options.limit
