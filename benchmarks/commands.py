@@ -31,6 +31,7 @@ import scaling
 import simulate
 import trainer_fsdp
 import weight_bytes
+import weight_speed
 import weight_sync
 from commpress import cli
 
@@ -72,6 +73,7 @@ BENCHMARKS = (
     simulate,
     trainer_fsdp,
     weight_bytes,
+    weight_speed,
     weight_sync,
 )
 

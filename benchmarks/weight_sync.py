@@ -8,47 +8,64 @@ at a rate of fine-tuning, publish bfloat16 every few steps, and wait until all h
   commit   and until the version can be had
   crossed  bytes over the slow link for all three, of those of a version
   dense    until three readers have downloaded all weights in bfloat16 at once over the same link
-  install  seconds of Receiver.install, and of a copy of the same tensors
+  XOR      the same of old ^ new under zstd at level 1 (zlib without a module of zstd)
+  index    the same of four bytes for a place and two for the new value
+  install  seconds of Receiver.install, and of a copy of the same tensors, in turns on the first
+           reader while the others do nothing
   step     mean seconds of a step, without publishing and with publish(wait=False) before every
            --steps-th, in turns, while nobody reads
 
+Where the kernel cannot delay packets, or to measure over a link that exists, hosts are given: their
+addresses, the trainers' first (three readers may share one), and a command that runs another on
+host {host}, counted by addresses. They must share this machine's disk and clock, as network
+namespaces do.
+
   python benchmarks weight_sync --check --json weight_sync.json
   python benchmarks weight_sync --width 256 --layers 4 --rounds 2 --rate 20mbit
+  python benchmarks weight_sync --addresses 10.0.0.1,10.0.0.2 --enter 'ip netns exec h{host}'
 """
 
 import argparse
+import contextlib
 import functools
 import http.server
 import json
 import os
+import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 from urllib.request import urlopen
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from commpress.cli import harness
 from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.cli.hosts import Hosts, parse_rate
 from commpress.cli.option_groups import at_least, option
+from commpress.errors import InvalidArgument
 from commpress.units import parse_time
 from commpress.weights import Publisher, Receiver, WeightServer
+from weight_bytes import compressor
 
-READERS, PORT, RELAY_PORT, DENSE_PORT = 3, 9500, 9501, 9502
+READERS, PORT, RELAY_PORT, OTHERS_PORT = 3, 9500, 9501, 9502
 LENGTH, LOOK = 32, 0.01
 BEGIN = 1e-3  # rate of --begin
 SETTLE = 8  # steps at --lr before the first version
 SOONER, INSTALL, STEP = 40.0, 1.2, 1.05  # bars of --check
-DENSE = "dense.bin"
+OTHERS = "dense", "XOR", "index"  # ways in which a version is downloaded, for comparison
 
 
 @dataclass(frozen=True)
@@ -76,7 +93,8 @@ class Measured:
     sync_seconds: float  # median of the rounds, as the next two
     scan_seconds: float  # of them, until weights are compared
     commit_seconds: float  # and until the version can be had
-    dense_seconds: float
+    other_bytes: dict[str, int]
+    other_seconds: dict[str, float]
     install_seconds: float
     copy_seconds: float
     plain_step: float
@@ -84,12 +102,14 @@ class Measured:
 
     @property
     def sooner(self) -> float:
-        return self.dense_seconds / self.sync_seconds
+        return self.other_seconds["dense"] / self.sync_seconds
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--rate R", None, "100mbit", "of the trainers' link")
     option(parser, "--delay T", None, "0ms", "of each link, one way; needs netem")
+    option(parser, "--addresses A,B", None, "", "of hosts that there are, for --enter")
+    option(parser, "--enter COMMAND", None, "", "runs another command on host {host} of these")
     option(parser, "--width N", at_least(64), 896, "of the model")
     option(parser, "--layers N", at_least(1), 13, "of the model")
     option(parser, "--begin N", at_least(0), 12, f"steps at {BEGIN:g} before those at --lr")
@@ -107,13 +127,36 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
+@dataclass(frozen=True)
+class GivenHosts:
+    """Hosts that somebody else has made, and whose links he has shaped."""
+
+    addresses: list[str]
+    enter: str
+
+    def start(self, host: int, command: list[str], env: dict[str, str]) -> Any:
+        there = shlex.split(self.enter.format(host=min(host, len(self.addresses) - 1)))
+        return subprocess.Popen([*there, *command], env=env)
+
+
+@contextlib.contextmanager
+def _hosts(options: argparse.Namespace) -> Iterator[Hosts | GivenHosts]:
+    if bool(options.addresses) != bool(options.enter):
+        raise InvalidArgument("--addresses and --enter belong together: give both or none")
+    if options.enter:
+        yield GivenHosts(options.addresses.split(","), options.enter)
+        return
     rate, delay = parse_rate(options.rate), parse_time(options.delay)
+    with Hosts(1 + READERS, delay=delay) as hosts:
+        hosts.shape(0, rate, delay)
+        yield hosts
+
+
+def run(options: argparse.Namespace) -> int:
     with (
         tempfile.TemporaryDirectory(prefix="weight-sync-") as folder,
-        Hosts(1 + READERS, delay=delay) as hosts,
+        _hosts(options) as hosts,
     ):
-        hosts.shape(0, rate, delay)
         server, relay = hosts.addresses[:2]
         setting = Setting(
             folder,
@@ -141,7 +184,8 @@ def cells(m: Measured) -> dict[str, str]:
         "sync s": f"{m.sync_seconds:.3f}",
         "scan s": f"{m.scan_seconds:.3f}",
         "commit s": f"{m.commit_seconds:.3f}",
-        "dense s": f"{m.dense_seconds:.1f}",
+        **{f"{name} MB": f"{nbytes / 1e6:.1f}" for name, nbytes in m.other_bytes.items()},
+        **{f"{name} s": f"{seconds:.1f}" for name, seconds in m.other_seconds.items()},
         "sooner": f"{m.sooner:.1f}x",
         "install ms": f"{1e3 * m.install_seconds:.1f}",
         "copy ms": f"{1e3 * m.copy_seconds:.1f}",
@@ -164,7 +208,7 @@ def judge(rows: list[Measured]) -> list[tuple[str, bool]]:
 # ---------------------------------------------------------------- who does what when
 
 
-def _measure(hosts: Hosts, setting: Setting) -> Measured:
+def _measure(hosts: Hosts | GivenHosts, setting: Setting) -> Measured:
     """Processes tell each other by files: the hosts share the disk, and the clock."""
     finds = f"import sys; sys.path[:] = {sys.path!r}; import weight_sync"
 
@@ -196,9 +240,10 @@ def _measure(hosts: Hosts, setting: Setting) -> Measured:
         median(end - begin for end, begin in zip(ends, begun, strict=True)),
         median(trained["scan"]),
         median(trained["commit"]),
-        max(reader["dense"] for reader in readers),
-        median(reader["install"] for reader in readers),
-        median(reader["copy"] for reader in readers),
+        trained["others"],
+        {name: max(reader["others"][name] for reader in readers) for name in OTHERS},
+        median(readers[0]["install"]),
+        median(readers[0]["copy"]),
         trained["plain"],
         trained["published"],
     )
@@ -251,16 +296,19 @@ def trainer(given: str, rank: int, store: str) -> None:
     server = None
     if rank == 0:
         server = WeightServer(run, PORT, host=setting.server, key=_KEY)
-        Path(setting.folder, "dense").mkdir()
-        Path(setting.folder, "dense", DENSE).write_bytes(bytes(report.dense_bytes))
-        _serve_dense(setting)
+        Path(setting.folder, "others").mkdir()
+        _serve_others(setting)
         _tell(setting, "ready")
     begun, nbytes, scan, commit = dict[int, float](), 0, list[float](), list[float]()
     _all_have(setting, report.version)
     sent = server.sent_bytes if server is not None else 0
-    for _ in range(setting.rounds):
+    others = {"dense": report.dense_bytes}
+    for turn in range(setting.rounds):
+        before = _patterns(model) if turn == setting.rounds - 1 else None
         for _ in range(setting.steps):
             step()
+        if before is not None:
+            others |= _other_bytes(before, _patterns(model))
         dist.barrier()
         begins = time.monotonic()
         report = publisher.publish()
@@ -271,6 +319,8 @@ def trainer(given: str, rank: int, store: str) -> None:
         _all_have(setting, report.version)
     if server is not None:
         sent = server.sent_bytes - sent
+        for name, size in others.items():
+            Path(setting.folder, "others", name).write_bytes(bytes(size))
         _tell(setting, "over")
     for n in range(READERS):
         _told(setting, f"read-{n}")
@@ -287,7 +337,7 @@ def trainer(given: str, rank: int, store: str) -> None:
     publisher.wait()
     if rank == 0:
         found = {"begun": begun, "parameters": parameters, "density": report.density}
-        found |= {"crossed": sent / nbytes, "scan": scan, "commit": commit}
+        found |= {"crossed": sent / nbytes, "scan": scan, "commit": commit, "others": others}
         found |= {"bytes": report.bytes, "plain": median(plain), "published": median(published)}
         _tell(setting, "trained", found)
     if server is not None:
@@ -309,9 +359,24 @@ class _Silent(http.server.SimpleHTTPRequestHandler):
         """Say nothing."""
 
 
-def _serve_dense(setting: Setting) -> None:
-    handler = functools.partial(_Silent, directory=f"{setting.folder}/dense")
-    dense = http.server.ThreadingHTTPServer((setting.server, DENSE_PORT), handler)
+def _patterns(model: torch.nn.Module) -> np.ndarray:
+    """This rank's weights in bfloat16."""
+    own = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
+    return torch.cat([each.detach().flatten().bfloat16() for each in own]).view(torch.int16).numpy()
+
+
+def _other_bytes(old: np.ndarray, new: np.ndarray) -> dict[str, int]:
+    """Of both ranks."""
+    _, compress = compressor()
+    own = [len(compress((old ^ new).tobytes())), 6 * int(np.count_nonzero(old != new))]
+    every = torch.tensor(own)
+    dist.all_reduce(every)
+    return dict(zip(OTHERS[1:], every.tolist(), strict=True))
+
+
+def _serve_others(setting: Setting) -> None:
+    handler = functools.partial(_Silent, directory=f"{setting.folder}/others")
+    dense = http.server.ThreadingHTTPServer((setting.server, OTHERS_PORT), handler)
     threading.Thread(target=dense.serve_forever, daemon=True).start()
 
 
@@ -326,34 +391,39 @@ def reader(given: str, number: int) -> None:
     _told(setting, "relayed")
     receiver = Receiver(f"http://{setting.relay}:{RELAY_PORT}", key=_KEY)
     model = GPT(width=setting.width, layers=setting.layers, heads=8, length=LENGTH).bfloat16()
-    installed, took = dict[int, float](), list[float]()
+    installed = dict[int, float]()
     while not Path(setting.folder, "over").exists():
         if receiver.prepare(wait=0.5) is None:
             continue
-        begins = time.monotonic()
         version = receiver.install(model)
         installed[version] = time.monotonic()
-        took.append(installed[version] - begins)
         _tell(setting, f"has-{number}-{version}")
-    targets = list(model.state_dict().values())
-    values = [receiver.weights[name] for name in model.state_dict()]
-    copying = []
-    for _ in range(5):
+    install, copy = list[float](), list[float]()
+    for _ in range(5 if number == 0 else 0):
+        receiver = Receiver(f"http://{setting.relay}:{RELAY_PORT}", key=_KEY)
+        receiver.prepare()
         begins = time.monotonic()
-        for target, value in zip(targets, values, strict=True):
+        receiver.install(model)
+        install.append(time.monotonic() - begins)
+        pairs = [(value, receiver.weights[name]) for name, value in model.state_dict().items()]
+        begins = time.monotonic()
+        for target, value in pairs:
             target.copy_(value)
-        copying.append(time.monotonic() - begins)
-    begins = time.monotonic()
-    with (
-        urlopen(f"http://{setting.server}:{DENSE_PORT}/{DENSE}") as answer,
-        open(os.devnull, "wb") as nowhere,
-    ):
-        shutil.copyfileobj(answer, nowhere, 1 << 20)
-    dense = time.monotonic() - begins
-    found = {
-        "installed": installed,
-        "install": median(took),
-        "copy": median(copying),
-        "dense": dense,
-    }
+        copy.append(time.monotonic() - begins)
+    if number == 0:
+        _tell(setting, "measured")
+    _told(setting, "measured")
+    others = {}
+    for name in OTHERS:
+        _tell(setting, f"{name}-{number}")
+        for n in range(READERS):  # all at once
+            _told(setting, f"{name}-{n}")
+        begins = time.monotonic()
+        with (
+            urlopen(f"http://{setting.server}:{OTHERS_PORT}/{name}") as answer,
+            open(os.devnull, "wb") as nowhere,
+        ):
+            shutil.copyfileobj(answer, nowhere, 1 << 20)
+        others[name] = time.monotonic() - begins
+    found = {"installed": installed, "install": install, "copy": copy, "others": others}
     _tell(setting, f"read-{number}", found)

@@ -131,11 +131,12 @@ def check_entries(state: Any, entries: Iterable[str], what: str) -> None:
         )
 
 
-def check_counts(**values: object) -> None:
-    """Raise ``InvalidArgument`` for an option that is not a whole number of at least 0."""
+def check_counts(least: int = 0, /, **values: object) -> None:
+    """Raise ``InvalidArgument`` for an option that is not a whole number of at least ``least``."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
-            raise InvalidArgument(f"{name} is {value!r}, expected a whole number of at least 0")
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+            expected = f"expected a whole number of at least {least}"
+            raise InvalidArgument(f"{name} is {value!r}, {expected}")
 
 
 def refuse_model(params: object) -> None:

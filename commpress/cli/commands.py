@@ -501,7 +501,7 @@ COMMANDS = (  # in the order in which help shows them
         """
     source SOURCE | | | a folder, http://HOST:PORT or a URL of fsspec
     folder FOLDER | | | of the copy
-    --follow | | | go on with every new version
+    --follow | | | go on with every new version, also when the server was away
     --safetensors FILE | | | write the newest version as one file, too
     --limit SIZE | size | 64GiB | of its weights in memory
     """,

@@ -7,14 +7,16 @@ from functools import partial
 from time import sleep
 
 from commpress.cli.terminal import table, write_json
-from commpress.errors import InvalidArgument
+from commpress.errors import CommunicationError, InvalidArgument
 from commpress.integrations.weights import mirror
 from commpress.integrations.weights.http_server import WeightServer
+from commpress.integrations.weights.weight_records import Version
 from commpress.units import show_bytes
 
 NOTHING = "nothing is published there yet"
 LOOK = 0.5  # seconds between two looks at readers
 PATIENCE = 60.0  # of one wait for a newer version
+AGAIN = 5.0  # until a server that did not answer is asked again
 
 say = partial(print, flush=True)
 
@@ -35,7 +37,14 @@ def serve(options: argparse.Namespace) -> int:
 def pull(options: argparse.Namespace) -> int:
     saved, wait = 0, 0.0
     while True:
-        version = mirror.pull(options.source, options.folder, wait=wait, tell=say)
+        try:
+            version = mirror.pull(options.source, options.folder, wait=wait, tell=say)
+        except CommunicationError as error:
+            if not options.follow:
+                raise
+            say(f"{error}; asking again")
+            sleep(AGAIN)
+            continue
         if options.safetensors and version > saved:
             saved = mirror.save_safetensors(
                 options.folder, options.safetensors, limit=options.limit
@@ -64,12 +73,12 @@ def stat(options: argparse.Namespace) -> int:
     return 0
 
 
-def _write(path: str | None, found: list[mirror.Verified]) -> None:
+def _write(path: str | None, found: list[Version]) -> None:
     if path:
         write_json(path, list(map(asdict, found)))
 
 
-def _cells(found: mirror.Verified) -> dict[str, str]:
+def _cells(found: Version) -> dict[str, str]:
     return {
         "version": str(found.version),
         "base": str(found.base),

@@ -12,6 +12,7 @@ HERE = Path(__file__).parent
 OURS, THEIRS = "#3f51b5", "#9e9e9e"
 # drawn in grey
 PEERS = ("plain", "bf16 hook", "PowerSGD", "torch", "FSDP2", "AdamW", "DeepSpeed", "fio", "without")
+PEERS += ("bfloat16", "index + value", "XOR + zstd")
 # pixels: a bar's height, the longest bar, room for its value, a letter
 LINE, BAR, VALUE, LETTER = 20, 120, 78, 6.8
 STYLE = (
@@ -27,7 +28,9 @@ def svg(figure: dict) -> str:
     room = LETTER * max(len(label) for bars in panels.values() for label in bars) + 10
     longest = BAR if len(panels) > 1 else 3 * BAR
     panel = room + longest + VALUE
+    units = figure["unit"]  # or one of each panel
     for i, (name, bars) in enumerate(panels.items()):
+        unit = units if isinstance(units, str) else units[name]
         column = i % 2
         x, y = 10 + column * panel, tops[column]
         parts.append(f'<text class="t" x="{x:.1f}" y="{y + 13}">{escape(name)}</text>')
@@ -45,8 +48,7 @@ def svg(figure: dict) -> str:
                 f'fill="{colour}"/>'
             )
             parts.append(
-                f'<text x="{x + room + length + 5:.1f}" y="{top + 12}">{value:g} '
-                f"{figure['unit']}</text>"
+                f'<text x="{x + room + length + 5:.1f}" y="{top + 12}">{value:g} {unit}</text>'
             )
         tops[column] = y + 20 + len(bars) * LINE + 12
         bottom = max(bottom, tops[column])

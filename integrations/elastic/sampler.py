@@ -52,9 +52,7 @@ class ElasticSampler(Sampler[int]):
                 "samples: a position in a stream cannot be handed over"
             )
         check_counts(seed=seed)
-        for name, value in (("batch_size", batch_size), ("size", 1 if size is None else size)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidArgument(f"{name} is {value!r}, expected a whole number of at least 1")
+        check_counts(1, batch_size=batch_size, size=1 if size is None else size)
         if (rank is None) != (size is None):
             raise InvalidArgument(f"rank is {rank!r} and size {size!r}, expected both or neither")
         if rank is None or size is None:

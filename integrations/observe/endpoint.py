@@ -4,17 +4,15 @@ endpoint = commpress.MetricsEndpoint(port=9400 + dist.get_rank())
 metrics = commpress.Metrics(state, to=[endpoint])          # curl http://127.0.0.1:9400/metrics
 """
 
-import ipaddress
 import logging
 import re
 import socket
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from commpress.errors import InvalidArgument, MissingPackage
-from commpress.integrations.observe.limited_server import LimitedServer, listening
+from commpress.integrations.observe.limited_server import LimitedServer, is_loopback, listening
 from commpress.integrations.observe.metrics import TOTALS, StepMetrics
 from commpress.integrations.weights.weight_metrics import WeightSample
 
@@ -132,15 +130,12 @@ class MetricsEndpoint:
         registry.register(self)  # takes any object with collect()
         self._server = _serve(host, port, make_wsgi_app(registry), timeout)
         self.host, self.port = host, self._server.server_port
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
+        self.url = self._server.start("commpress-metrics", host) + "/metrics"
         if not self._server.inside:
             log.warning(
                 "everybody who can reach %s can read metrics there, without authentication",
                 self.url,
             )
-        threading.Thread(
-            target=self._server.serve_forever, name="commpress-metrics", daemon=True
-        ).start()
 
     def __call__(self, sample: StepMetrics | WeightSample) -> None:
         if isinstance(sample, WeightSample):
@@ -152,8 +147,7 @@ class MetricsEndpoint:
         self._shown = (dict(self._totals), sample)  # in one go: readers see no half
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
     def collect(self) -> Iterator[Metric]:
         """Yield metric families, for a registry of ``prometheus_client``."""
@@ -177,12 +171,12 @@ class MetricsEndpoint:
                     yield self._family(GaugeMetricFamily, FAMILIES.get(name, name), of)
 
         if (weights := self._weights) is not None:
-            for name, value in {"version": weights.step, **weights.figures()}.items():
-                yield self._family(GaugeMetricFamily, f"weights_{name}", [({}, value)])
-            for name, readers in weights.by_reader.items():
-                if readers:
-                    told = [({"reader": reader}, value) for reader, value in readers.items()]
-                    yield self._family(GaugeMetricFamily, f"weights_{name}", told)
+            told = {"version": [(dict[str, str](), float(weights.version))]}
+            for name, value in weights.scalars().items():
+                figure, _, reader = name.partition("/")
+                told.setdefault(figure, []).append(({"reader": reader} if reader else {}, value))
+            for figure, values in told.items():
+                yield self._family(GaugeMetricFamily, f"weights_{figure}", values)
 
     def _family(
         self, kind: type[Any], name: str, values: list[tuple[dict[str, str], Any]]
@@ -210,18 +204,11 @@ def _serve(host: str, port: int, answer: Callable[..., Iterable[bytes]], timeout
     def make(family: socket.AddressFamily, address: str) -> _Server:
         kind = type("Server", (_Server,), {"address_family": family, "stranger_seconds": timeout})
         server: _Server = make_server(address, port, answer, kind, _Silent)
-        server.inside = _is_loopback(address)
+        server.inside = is_loopback(address)
         server.set_app(_checked(answer, inside=server.inside))
         return server
 
     return listening(host, port, make)
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:  # a name
-        return address == "localhost"
 
 
 def _checked(
@@ -237,7 +224,7 @@ def _checked(
         host = _HOST.fullmatch(environ.get("HTTP_HOST", ""))
         if host is None or not _is_readable(environ.get("HTTP_ACCEPT", "")):
             status, why = "400 Bad Request", b"the Host or Accept header cannot be read\n"
-        elif inside and not _is_loopback((host[1] or host[2]).lower()):
+        elif inside and not is_loopback((host[1] or host[2]).lower()):
             status, why = "403 Forbidden", b"the Host header is not a loopback address\n"
         else:
             return answer(environ, start_response)

@@ -1,6 +1,7 @@
 """HTTP servers that strangers cannot exhaust: a thread for each connection, a limit on their number
 and on their time."""
 
+import ipaddress
 import logging
 import socket
 import threading
@@ -15,6 +16,7 @@ from commpress.errors import InvalidArgument
 log = logging.getLogger("commpress")
 T = TypeVar("T")
 LOOKS, LOOK = 400, 0.005  # attempts to find room, and seconds between two
+LIMITS = 0.1  # seconds between two looks for connections whose time is over
 
 
 class LimitedServer(ThreadingMixIn, TCPServer):
@@ -53,7 +55,7 @@ class LimitedServer(ThreadingMixIn, TCPServer):
                 self.clients[request] = monotonic() + self.idle_seconds, False
 
     def service_actions(self) -> None:
-        """Close connections whose time is over; ``serve_forever`` calls this twice a second."""
+        """Close connections whose time is over; ``serve_forever`` calls this every ``LIMITS``."""
         now = monotonic()
         self.cut(lambda ends, stranger: ends < now)
 
@@ -73,9 +75,25 @@ class LimitedServer(ThreadingMixIn, TCPServer):
         super().server_close()
         self.cut(lambda ends, stranger: True)
 
+    def start(self, name: str, host: str) -> str:
+        """Serve in a background thread; return the server's URL."""
+        threading.Thread(target=self.serve_forever, args=(LIMITS,), name=name, daemon=True).start()
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}"
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log instead of printing."""
         log.debug("%s disconnected", client_address, exc_info=True)
+
+
+def is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return address == "localhost"
 
 
 def listening(host: str, port: int, make: Callable[[socket.AddressFamily, str], T]) -> T:

@@ -388,7 +388,8 @@ def to_json_lines(path: str | Path) -> Sink:
 
     def write(sample: StepMetrics) -> None:
         with file.open("a") as lines:
-            lines.write(json.dumps(asdict(sample) | {"ratio": sample.ratio}) + "\n")
+            told = asdict(sample) | {"step": sample.step, "ratio": sample.ratio}
+            lines.write(json.dumps(told) + "\n")
 
     return write
 

@@ -34,19 +34,22 @@ def tensors_of(source: Source) -> Callable[[], Tensors]:
             for k, v in source.state_dict(keep_vars=True).items()
             if isinstance(v, torch.Tensor)
         }
-    given = None if callable(source) else dict(source)
+    given = source if callable(source) else _named(source)
+    return lambda: given if isinstance(given, dict) else _named(given())
 
-    def checked() -> Tensors:
-        found = source() if callable(source) else given or {}
-        for name, value in found.items():
-            if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-                raise InvalidArgument(
-                    f"{name!r} is a {type(value).__name__}, expected names with tensors, or a "
-                    "module"
-                )
-        return found
 
-    return checked
+def _named(given: Any) -> dict[str, torch.Tensor]:
+    try:
+        found = dict(given)
+    except (TypeError, ValueError):
+        found = {"": given}
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise InvalidArgument(
+                f"weights are {name!r} with a {type(value).__name__}, expected a module, names "
+                "with tensors, or a function that gives them"
+            )
+    return found
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,7 +75,7 @@ def box_of(name: str, tensor: torch.Tensor) -> Box:
 
 
 class RankGather:
-    """Bytes of every rank at every rank; alone without a group."""
+    """Plain data of every rank at every rank; alone without a group."""
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.rank, self.size, self._group = 0, 1, None
@@ -84,18 +87,6 @@ class RankGather:
                 self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=alone)
                 self.rank, self.size = dist.get_rank(world), len(ranks)
 
-    def __call__(self, content: bytes) -> list[bytes]:
-        if self._group is None:
-            return [content]
-        own = torch.tensor([len(content)], device="cpu")
-        sizes = [torch.zeros_like(own) for _ in range(self.size)]
-        dist.all_gather(sizes, own, group=self._group)
-        row = torch.zeros(max(map(int, sizes)) + 1, dtype=torch.uint8, device="cpu")
-        row[: len(content)] = torch.frombuffer(bytearray(content + b"."), dtype=torch.uint8)[:-1]
-        rows = [torch.empty_like(row) for _ in range(self.size)]
-        dist.all_gather(rows, row, group=self._group)
-        return [bytes(row[: int(size)].numpy()) for row, size in zip(rows, sizes, strict=True)]
-
     def together(self, call: Callable[[], Any]) -> list[Any]:
         """Plain data that ``call`` returned on every rank; a rank's error is raised on all."""
         outcome, error = None, None
@@ -103,14 +94,26 @@ class RankGather:
             outcome = call()
         except Exception as caught:
             error = caught
-        packed = msgpack.packb([outcome, repr(error) if error else ""])
-        every = [msgpack.unpackb(each) for each in self(packed)]
+        every = self._gathered([outcome, repr(error) if error else ""])
         if error is not None:
             raise error
         for rank, (_, message) in enumerate(every):
             if message:
                 raise StateMismatch(f"rank {rank} could not publish: {message}")
         return [outcome for outcome, _ in every]
+
+    def _gathered(self, own: list[Any]) -> list[Any]:
+        if self._group is None:
+            return [own]
+        with torch.device("cpu"):
+            packed = torch.frombuffer(bytearray(msgpack.packb(own)), dtype=torch.uint8)
+            sizes = [torch.tensor([len(packed)]) for _ in range(self.size)]
+            dist.all_gather(sizes, sizes[self.rank].clone(), group=self._group)
+            rows = [torch.zeros(max(map(int, sizes)), dtype=torch.uint8) for _ in sizes]
+            rows[self.rank][: len(packed)] = packed
+            dist.all_gather(rows, rows[self.rank].clone(), group=self._group)
+        pairs = zip(rows, sizes, strict=True)
+        return [msgpack.unpackb(row[: int(size)].numpy().tobytes()) for row, size in pairs]
 
     def first(self, call: Callable[[], Any]) -> Any:
         """Run it on rank 0 alone; its result or error is that of all ranks."""

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from commpress.collectives.transports import run_key as keys
 from commpress.errors import CommunicationError, Corrupted, InvalidArgument
-from commpress.integrations.weights.places import MOST, FolderPlace, ObjectPlace, ReadablePlace
+from commpress.integrations.weights.places import HTTP, MOST, ReadablePlace, stored_place, url_of
 from commpress.integrations.weights.weight_records import HEAD_NAME, LONGEST_HEAD
 
 SCHEME, CHALLENGE, PROOF_HEADER = "Commpress", "X-Commpress-Challenge", "X-Commpress-Proof"
@@ -23,10 +23,8 @@ TRIES, PAUSE = 3, 0.25  # after the first; seconds before the second, twice as m
 
 def reading_place(source: str | os.PathLike[str], key: bytes | None) -> ReadablePlace:
     """A source of versions by its folder or URL."""
-    text = os.fspath(source)
-    if text.startswith(("http://", "https://")):
-        return HttpPlace(text, checked_key(key))
-    return ObjectPlace(text) if "://" in text else FolderPlace(text)
+    text = url_of(source)
+    return HttpPlace(text, checked_key(key)) if text.startswith(HTTP) else stored_place(source)
 
 
 def checked_key(key: bytes | None) -> bytes | None:
@@ -77,25 +75,24 @@ class HttpPlace(ReadablePlace):
     def range(self, name: str, first: int, most: int) -> tuple[bytes, int]:
         for pause in (*(PAUSE * 2**i for i in range(TRIES)), None):
             try:  # another thread may take the last one meanwhile
-                wire, challenge = self._idle.pop()
+                wire = self._idle.pop()
             except IndexError:
-                wire, challenge = self._kind(*self._at, timeout=self._timeout), b""
+                wire = self._kind(*self._at, timeout=self._timeout), b""
             try:
-                found, total, challenge = self._ask(wire, challenge, name, first, most)
-            except (HTTPException, OSError) as error:
-                wire.close()
+                found, total, challenge = self._ask(*wire, name, first, most)
+            except BaseException as error:
+                wire[0].close()
+                if not isinstance(error, (HTTPException, OSError)):
+                    raise
                 if pause is None:
                     what = f"{self._url} gave no {name} in {TRIES + 1} tries: {error!r}"
                     raise CommunicationError(what) from error
                 time.sleep(pause)
-            except BaseException:
-                wire.close()
-                raise
-            else:
-                self._idle.append((wire, challenge))
-                if found is None:
-                    raise FileNotFoundError(name)
-                return found, total
+                continue
+            self._idle.append((wire[0], challenge))
+            if found is None:
+                raise FileNotFoundError(name)
+            return found, total
         raise AssertionError
 
     def _ask(

@@ -1,22 +1,27 @@
 """Serve published versions over HTTP, to readers that have the run's key."""
 
-import ipaddress
 import logging
 import os
 import re
 import socket
-import threading
 from collections.abc import Mapping
-from functools import partial
 from http.server import BaseHTTPRequestHandler
 from time import monotonic
 from typing import Any
 
 from commpress.collectives.transports.run_key import CALLER, DOOR, nonce, proof, proves
 from commpress.errors import CommpressError, InvalidArgument
-from commpress.integrations.observe.limited_server import LimitedServer, listening
+from commpress.integrations.observe.limited_server import LimitedServer, is_loopback, listening
 from commpress.integrations.weights import http_place
-from commpress.integrations.weights.places import MOST, PART, ObjectPlace, ReadablePlace
+from commpress.integrations.weights.places import (
+    HTTP,
+    MOST,
+    PART,
+    ObjectPlace,
+    ReadablePlace,
+    stored_place,
+    url_of,
+)
 from commpress.integrations.weights.relay import RelayPlace
 from commpress.integrations.weights.weight_records import HEAD_NAME, is_plain, version_of
 
@@ -49,17 +54,16 @@ class WeightServer(LimitedServer):
         host: str = "127.0.0.1",
         key: bytes | None = None,
     ) -> None:
-        key, text = http_place.checked_key(key), os.fspath(source)
-        relays = text.startswith(("http://", "https://"))
+        key, text = http_place.checked_key(key), url_of(source)
         self.key, self.sent_bytes, self.heard_from = key, 0, dict[str, tuple[int, float]]()
         self.place: ReadablePlace = (
-            RelayPlace(text, key) if relays else http_place.reading_place(source, key)
+            RelayPlace(text, key) if text.startswith(HTTP) else stored_place(source)
         )
         if isinstance(self.place, ObjectPlace):
             raise InvalidArgument(f"source is {source!r}, which readers can read without a server")
 
         def listen(family: socket.AddressFamily, address: str) -> None:
-            if key is None and not ipaddress.ip_address(address).is_loopback:
+            if key is None and not is_loopback(address):
                 raise InvalidArgument(
                     f"host is {host!r}, which others can reach, and there is no key: set "
                     "COMMPRESS_RUN_KEY to the same secret here and at the readers, or serve on "
@@ -70,18 +74,12 @@ class WeightServer(LimitedServer):
 
         listening(host, port, listen)
         self.host, self.port = host, self.server_address[1]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
-        serve = partial(self.serve_forever, 0.1)
-        threading.Thread(target=serve, name="commpress-weights", daemon=True).start()
+        self.url = self.start("commpress-weights", host)
 
     @property
     def readers(self) -> dict[str, tuple[int, float]]:
         now, found = monotonic(), dict(self.heard_from)
         return {address: (version, now - when) for address, (version, when) in found.items()}
-
-    def close(self) -> None:
-        self.shutdown()
-        self.server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -2,51 +2,37 @@
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
 from commpress.checksum import Checksum
-from commpress.errors import Damaged
-from commpress.integrations.weights import replay
+from commpress.errors import Damaged, InvalidArgument
+from commpress.integrations.weights import version_log
 from commpress.integrations.weights import weight_records as records
 from commpress.integrations.weights.http_place import reading_place
 from commpress.integrations.weights.places import FolderPlace, ReadablePlace
 from commpress.integrations.weights.receiver import Receiver
-from commpress.integrations.weights.version_log import tidy
+from commpress.integrations.weights.replay import ReadAhead, Rebuilder
+from commpress.integrations.weights.weight_records import Version
 from commpress.integrations.zero.safetensors_file import Writer
 
 Told = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Verified:
-    """One version of a place."""
-
-    version: int
-    base: int
-    epoch: int
-    bytes: int  # of its differences
-    anchor_bytes: int
-    dense_bytes: int
-    density: float
-    parts: int
-
-
-def stat(source: str | os.PathLike[str], *, key: bytes | None = None) -> list[Verified]:
+def stat(source: str | os.PathLike[str], *, key: bytes | None = None) -> list[Version]:
     """Every version that can be had, by what its record says. ``key``: as of ``Receiver``."""
-    return list(map(_described, _versions(reading_place(source, key))))
+    return [record.facts for record in _versions(reading_place(source, key))]
 
 
 def verify(
     source: str | os.PathLike[str], *, key: bytes | None = None, tell: Told = lambda _: None
-) -> list[Verified]:
+) -> list[Version]:
     """Read every byte of every version, and rebuild all weights.
 
     Damaged or StateMismatch where anything is not as published. ``key``: as of ``Receiver``;
     ``tell``: called with a line on each version.
     """
-    place, found = reading_place(source, key), list[Verified]()
+    place, found = reading_place(source, key), list[Version]()
     chain: list[records.VersionRecord] = []  # from an anchor on, in one layout
     for record in _versions(place):
         for file in (record.differences if chain else ()) + record.anchors:
@@ -57,21 +43,21 @@ def verify(
         if record.anchors:
             _rebuild(place, chain)
             chain = [record]
-        found.append(_described(record))
+        found.append(record.facts)
         tell(f"version {record.version}: {record.nbytes + record.anchor_nbytes:,} bytes")
     _rebuild(place, chain)
     return found
 
 
 def _versions(place: ReadablePlace) -> Iterator[records.VersionRecord]:
-    head = replay.read_head(place)
-    anchor, *later = [each.version for each in head.versions] if head else [0]
-    return replay.followed(place, records.VersionRecord(), anchor, later)
+    head = version_log.read_head(place)
+    route = [each.version for each in head.versions] if head else []
+    return version_log.followed(place, records.VersionRecord(), True, route)
 
 
 def _rebuild(place: ReadablePlace, chain: list[records.VersionRecord]) -> None:
     if chain:
-        rebuilder = replay.Rebuilder(place, chain, anchor=True)
+        rebuilder = Rebuilder(place, chain, anchored=True)
         for part, blocks in enumerate(rebuilder.blocks):
             for b in range(len(blocks)):
                 rebuilder.rebuilt(part, b)
@@ -80,27 +66,15 @@ def _rebuild(place: ReadablePlace, chain: list[records.VersionRecord]) -> None:
 def _copied(place: ReadablePlace, file: records.PayloadFile) -> Iterator[bytes]:
     """The chunks of a file; Damaged at its end, if it is not the one that was published."""
     checksum = Checksum()
-    for chunk in replay.ReadAhead(place, file):
+    for chunk in ReadAhead(place, file):
         checksum.update(chunk)
         yield chunk
     if checksum.intdigest() != file.checksum:
         raise Damaged(
-            f"{file.name} is not the file that was published: bytes are missing or changed",
+            f"{file.name} is not the file that was published: bytes are missing or changed; if it "
+            "is a copy's, remove the copy and pull it anew",
             file=file.name,
         )
-
-
-def _described(record: records.VersionRecord) -> Verified:
-    return Verified(
-        record.version,
-        record.base,
-        record.epoch,
-        record.nbytes,
-        record.anchor_nbytes,
-        record.layout.nbytes,
-        record.changed / max(record.layout.numel, 1),
-        len(record.hashes),
-    )
 
 
 # ---------------------------------------------------------------- copies
@@ -123,28 +97,30 @@ def pull(
     each version.
     """
     place, copy = reading_place(source, key), FolderPlace(folder, make=True)
-    own = replay.read_head(copy)
-    held = replay.read_version(copy, own.newest) if own else records.VersionRecord()
+    if version_log.epochs(copy):
+        raise InvalidArgument(
+            f"{str(folder)!r} is a folder that a publisher writes to: name another"
+        )
+    own = version_log.read_head(copy)
+    held = version_log.read_version(copy, own.newest) if own else records.VersionRecord()
 
     def bring(head: records.HeadRecord | None) -> int:
         if head is None:
             return 0
         had, kept = own.versions if own else (), {each.version for each in head.versions}
-        anchor, later = head.route(head.newest, held.version)
-        for record in replay.followed(place, held, anchor, later):
-            starts = record.version == anchor  # nothing leads there from what the copy has
+        anchored, route = head.route(head.newest, held.version)
+        for record in version_log.followed(place, held, anchored, route):
+            starts = anchored and record.version == route[0]  # from nothing that the copy has
             for file in (() if starts else record.differences) + record.anchors:
                 _bring(place, copy, file)
             copy.write(records.version_name(record.version), [records.pack(record)])
-            listed = records.ListedVersion(record.version, record.base, bool(record.anchors))
-            had = (*(each for each in had if each.version in kept and not starts), listed)
-            now = records.HeadRecord(record.run, record.epoch, had)
-            copy.write(records.HEAD_NAME, [records.pack(now)])
+            had = (*(each for each in had if each.version in kept and not starts), record.listed)
+            version_log.write_head(copy, record, had)
             tell(f"version {record.version}: {record.nbytes + record.anchor_nbytes:,} bytes")
-        tidy(copy, had, head.epoch)
+        version_log.tidy(copy, had, head.epoch)
         return head.newest
 
-    return replay.up_to_date(place, bring, held, wait)
+    return version_log.up_to_date(place, bring, held, wait)
 
 
 def _bring(place: ReadablePlace, copy: FolderPlace, file: records.PayloadFile) -> None:

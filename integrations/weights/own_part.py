@@ -98,29 +98,26 @@ class OwnPart:
         """Compare what the rank holds with its copy; it may change again when this returns, though
         blocks of a device are still to be coded. The first version is the copy from then on."""
         tensors, found = self._current(), list[Future[Compared]]()
-
-        def one(block: _Block) -> Compared:
-            return self._compare(block, None, self._patterns(block, tensors), first=first)
-
         for block in self._blocks:
-            if block.beside is None:
-                found.append(self._pool.submit(one, block))
-            else:  # by this thread, on whose stream the weights were made
-                at, values = self._fetch(block, block.beside, tensors)
-                found.append(self._pool.submit(self._compare, block, at, values, first=first))
+            # by this thread, on whose stream the weights were made
+            fetched = None if block.beside is None else self._fetch(block, block.beside, tensors)
+            found.append(self._pool.submit(self._compare, block, tensors, fetched, first))
         for block, each in zip(self._blocks, found, strict=True):
             if block.beside is None:
                 each.result()
         return found
 
     def _compare(
-        self, block: _Block, at: np.ndarray | None, values: np.ndarray, *, first: bool
+        self,
+        block: _Block,
+        tensors: Mapping[int, torch.Tensor],
+        fetched: tuple[np.ndarray | None, np.ndarray] | None,
+        first: bool,
     ) -> Compared:
-        """``values``: of the numbers at these places, or of all."""
+        at, new = fetched or (None, self._patterns(block, tensors))
         with self._copy(block, write=first) as copy:
-            new = values
             if at is not None:
-                new = copy.copy()
+                values, new = new, copy.copy()
                 new[at] = values
             if first:
                 copy[:] = new

@@ -6,14 +6,16 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import inf
 from pathlib import Path
 from time import monotonic, sleep
 
 from commpress.errors import InvalidArgument, MissingPackage
 from commpress.integrations.weights import weight_records as records
 
+HTTP = ("http://", "https://")  # URLs of servers
 PART = ".part"  # ends the names of files that are not whole yet
 AT_ONCE = 8  # parts of files that are read in the background at the same time
 MOST = 8 << 20  # bytes that are asked for at once
@@ -52,6 +54,8 @@ class ReadablePlace:
     def head(self, after: int, seconds: float) -> bytes:
         """The file ``head``, as soon as it has a version later than ``after``; after ``seconds`` as
         it is. Of those that wait one looks, and the others learn it from that one."""
+        if not isinstance(seconds, int | float) or not 0 <= seconds < inf:
+            raise InvalidArgument(f"wait is {seconds!r}, expected seconds of at least 0")
         if seconds <= 0 or self._newest > after:
             return self.look(after, 0.0)
         began = monotonic()
@@ -110,26 +114,16 @@ class FolderPlace(ReadablePlace):
         finally:
             os.close(file)
 
-    def write(self, name: str, chunks: Iterable[bytes]) -> None:
-        """Write a file whole or not at all, also in place of another; it is on the disk when this
-        returns."""
-        with self._draft(name, chunks) as draft:
-            os.rename(draft, self._path / name)
-
-    def create(self, name: str, content: bytes) -> None:
-        """The same; FileExistsError if there is one."""
-        with self._draft(name, [content]) as draft:
-            os.link(draft, self._path / name)
-
-    @contextlib.contextmanager
-    def _draft(self, name: str, chunks: Iterable[bytes]) -> Iterator[Path]:
+    def write(self, name: str, chunks: Iterable[bytes], *, anew: bool = False) -> None:
+        """Write a file whole or not at all; it is on the disk when this returns. It takes the place
+        of another, or with ``anew`` raises FileExistsError if there is one."""
         draft = self._path / f"{name}.{secrets.token_hex(4)}{PART}"
         try:
             with open(draft, "xb") as file:
                 file.writelines(chunks)
                 file.flush()
                 os.fsync(file.fileno())
-            yield draft
+            (os.link if anew else os.rename)(draft, self._path / name)
         finally:
             draft.unlink(missing_ok=True)
         folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
@@ -176,19 +170,17 @@ class ObjectPlace(ReadablePlace):
 
     def range(self, name: str, first: int, most: int) -> tuple[bytes, int]:
         path = f"{self._path}/{name}"
+        self._files.invalidate_cache(path)  # another process writes the head
         size = int(self._files.info(path)["size"])
         end = min(first + most, size)
         return self._files.cat_file(path, start=first, end=end) if first < size else b"", size
 
-    def write(self, name: str, chunks: Iterable[bytes]) -> None:
+    def write(self, name: str, chunks: Iterable[bytes], *, anew: bool = False) -> None:
+        if anew and name in self.names():
+            raise FileExistsError(name)
         with self._files.open(f"{self._path}/{name}", "wb") as file:
             for chunk in chunks:
                 file.write(chunk)
-
-    def create(self, name: str, content: bytes) -> None:
-        if name in self.names():
-            raise FileExistsError(name)
-        self.write(name, [content])
 
     def names(self) -> list[str]:
         self._files.invalidate_cache()
@@ -203,12 +195,19 @@ class ObjectPlace(ReadablePlace):
 WeightPlace = FolderPlace | ObjectPlace
 
 
-def writable_place(to: str | os.PathLike[str]) -> WeightPlace:
-    """A place for a publisher: a folder, which is made, or a URL of fsspec."""
-    text = os.fspath(to)
-    if text.startswith(("http://", "https://")):
+def url_of(where: str | os.PathLike[str]) -> str:
+    """A folder or URL as text."""
+    if not where or not isinstance(where, str | os.PathLike):
+        raise InvalidArgument(f"{where!r} is no place, expected a folder, http:// or another URL")
+    return os.fspath(where)
+
+
+def stored_place(where: str | os.PathLike[str], *, make: bool = False) -> WeightPlace:
+    """A folder or an object store, by its URL; ``make``: for a publisher."""
+    text = url_of(where)
+    if text.startswith(HTTP):
         raise InvalidArgument(
             f"to is {text!r}, expected a folder or an object store: serve it with commpress "
             "weights serve"
         )
-    return ObjectPlace(text, make=True) if "://" in text else FolderPlace(to, make=True)
+    return ObjectPlace(text, make=make) if "://" in text else FolderPlace(where, make=make)

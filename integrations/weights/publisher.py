@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import monotonic
 
 import numpy as np
@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 
 from commpress.checksum import Checksum
-from commpress.errors import InvalidArgument, StateMismatch
-from commpress.integrations.weights import held_weights, replay, version_log
+from commpress.errors import InvalidArgument, StateMismatch, check_counts
+from commpress.integrations.weights import held_weights, version_log
 from commpress.integrations.weights import weight_records as records
 from commpress.integrations.weights.own_part import Compared, OwnPart
-from commpress.integrations.weights.places import writable_place
+from commpress.integrations.weights.places import stored_place
+from commpress.integrations.weights.replay import Rebuilder
 from commpress.integrations.weights.weight_layout import WeightLayout
+from commpress.integrations.weights.weight_records import Version
 from commpress.tiered_mem.store import TieredStore
 
 log = logging.getLogger("commpress")
@@ -26,14 +28,9 @@ _DENSE = 0.5  # of the weights' own bytes: from here on differences hardly pay
 
 
 @dataclass(frozen=True)
-class Report:
-    """One version; ``density`` is the share of numbers that changed."""
+class Report(Version):
+    """A version as its publisher knows it."""
 
-    version: int
-    bytes: int  # of its differences
-    anchor_bytes: int  # of all weights, beside them so that readers can begin here; 0 if not
-    dense_bytes: int  # of the weights as they are
-    density: float
     seconds: float  # until the version could be had
     scan_seconds: float  # of them, those in which training stood still
 
@@ -70,34 +67,32 @@ class Publisher:
         store: TieredStore | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        for name, value in (("anchor_every", anchor_every), ("keep", keep)):
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if value is not None and not whole:
-                raise InvalidArgument(f"{name} is {value!r}, expected a whole number of at least 1")
+        check_counts(1, keep=keep, anchor_every=1 if anchor_every is None else anchor_every)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise InvalidArgument(f"dtype is {dtype!r}, expected floats such as torch.bfloat16")
+        if not isinstance(store, TieredStore | None):
+            raise InvalidArgument(f"store is {store!r}, expected a TieredStore")
         tensors = held_weights.tensors_of(weights)
         self._anchor_every, self._keep = anchor_every, keep
         self._pending: Future[None] | None = None
         self._report: Report | None = None
         self._failure: Exception | None = None
-        self._anchor = records.VersionRecord()  # the last version with one
-        self._since: list[int] = []  # bytes of the differences of each version since then
         self._gather = held_weights.RankGather(process_group)
         try:
-            self._place = writable_place(to)
+            self._place = stored_place(to, make=True)
             self._layout = held_weights.layout_over(self._gather, tensors(), dtype)
             epoch, run, versions = self._gather.first(lambda: version_log.claim(self._place))
-            seen = self._gather.together(lambda: version_log.claimed(self._place, epoch))
+            seen = self._gather.together(lambda: epoch in version_log.epochs(self._place))
             if not all(seen):
                 raise InvalidArgument(
                     f"to is {os.fspath(to)!r}, and rank {seen.index(False)} does not see there "
                     "what rank 0 writes: name a folder that all ranks share, or an object store"
                 )
-            prefix = f"published/{run}/"
+            prefix = f"published/{run}/{epoch}/"
             self._part = OwnPart(self._layout, self._gather.rank, tensors, dtype, store, prefix)
             self._versions = tuple(records.ListedVersion(*each) for each in versions)
             self._held = records.VersionRecord(run, epoch)
+            self._since = [self._held]  # versions from the last one with an anchor on
             if versions:
                 self._gather.together(self._take_over)
         except BaseException:
@@ -128,8 +123,8 @@ class Publisher:
         self.wait()
         if self._failure is not None:
             raise StateMismatch(
-                f"an earlier version could not be published ({self._failure}): make a new "
-                "Publisher, which goes on with the last one that was"
+                f"this publisher has ended ({self._failure}): make a new Publisher, which goes on "
+                "with the last version that could be had"
             ) from self._failure
         started = monotonic()
         scanned: Scanned | Exception
@@ -157,6 +152,7 @@ class Publisher:
         try:
             self.wait()
         finally:
+            self._failure = self._failure or StateMismatch("it was closed")
             self._background.shutdown()
             self._part.close()
             self._gather.close()
@@ -178,14 +174,12 @@ class Publisher:
         def ready() -> tuple[int, bytes, int]:
             if isinstance(scanned, Exception):
                 raise scanned
-            if asked is not None and (
-                isinstance(asked, bool) or not base.version < asked < 1 << 48
-            ):
+            version = base.version + 1 if asked is None else asked
+            if type(version) is not int or not base.version < version < 1 << 48:
                 expected = f"expected a whole number above {base.version}, the last one"
                 raise InvalidArgument(f"version is {asked!r}, {expected}")
             compared.extend(each.result() for each in scanned)
             hashed = np.array([each.hashed for each in compared], np.uint64).tobytes()
-            version = base.version + 1 if asked is None else asked
             return version, hashed, sum(each.changed for each in compared)
 
         every = self._gather.together(ready)
@@ -211,34 +205,33 @@ class Publisher:
             anchors,
             layout,
         )
-        listed = records.ListedVersion(version, base.version, anchored)
-        versions = version_log.kept((*self._versions, listed), self._keep)
+        versions = version_log.kept((*self._versions, record.listed), self._keep)
         self._gather.first(lambda: version_log.commit(self._place, record, versions))
-        seconds = monotonic() - started
-        self._part.advance(codes)
-        self._held, self._versions = record, versions
-        self._since.append(nbytes)
-        if anchored:
-            self._anchor, self._since = record, []
-        dense = layout.nbytes
-        if not self._gather.rank:
-            version_log.tidy(self._place, versions, base.epoch)
-            if nbytes > _DENSE * dense:
-                log.warning(
-                    "the differences of version %d have %.0f %% of the weights' bytes: they pay at "
-                    "rates of fine-tuning, not of training from scratch",
-                    version,
-                    100 * nbytes / dense,
-                )
-        density, anchor_bytes = record.changed / max(layout.numel, 1), record.anchor_nbytes
-        self._report = Report(version, nbytes, anchor_bytes, dense, density, seconds, spent)
+        report = Report(**asdict(record.facts), seconds=monotonic() - started, scan_seconds=spent)
+
+        def settle() -> None:
+            self._part.advance(codes)
+            if not self._gather.rank:
+                version_log.tidy(self._place, versions, base.epoch)
+
+        self._gather.together(settle)  # a rank that could not would keep the others waiting later
+        self._held, self._versions, self._report = record, versions, report
+        self._since = [record] if anchored else [*self._since, record]
+        if not self._gather.rank and nbytes > _DENSE * report.dense_bytes:
+            log.warning(
+                "the differences of version %d have %.0f %% of the weights' bytes: they pay at "
+                "rates of fine-tuning, not of training from scratch",
+                version,
+                100 * nbytes / report.dense_bytes,
+            )
 
     def _anchor_due(self, nbytes: int) -> bool:
-        if self._anchor.layout != self._layout:
-            return True
-        if self._anchor_every is not None:
-            return len(self._since) + 1 >= self._anchor_every
-        return sum(self._since) + nbytes >= self._anchor.anchor_nbytes
+        anchor, *since = self._since
+        if self._anchor_every is None:
+            due = sum(record.nbytes for record in since) + nbytes >= anchor.anchor_nbytes
+        else:
+            due = len(self._since) >= self._anchor_every
+        return due or anchor.layout != self._layout
 
     def _written(
         self, version: int, codes: Iterable[bytes], *, anchor: bool
@@ -269,13 +262,13 @@ class Publisher:
         place, held = self._place, self._held
         head = records.HeadRecord(held.run, held.epoch, self._versions)
         route = head.route(head.newest, 0)
-        found = list(replay.followed(place, records.VersionRecord(), *route))
+        found = list(version_log.followed(place, records.VersionRecord(), *route))
         if found[-1].layout.model != self._layout.model:
             where = _difference(found[-1].layout, self._layout)
             raise StateMismatch(f"{place} holds another model, {where}: name another folder")
-        self._part.fill(replay.Rebuilder(place, found, anchor=True))
+        self._part.fill(Rebuilder(place, found, anchored=True))
         self._held = found[-1]._replace(epoch=held.epoch)
-        self._anchor, self._since = found[0], [record.nbytes for record in found[1:]]
+        self._since = found
 
 
 def _difference(theirs: WeightLayout, ours: WeightLayout) -> str:

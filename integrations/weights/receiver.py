@@ -11,10 +11,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from commpress.errors import Damaged, InvalidArgument, StateMismatch
-from commpress.integrations.weights import replay
+from commpress.integrations.weights import version_log
 from commpress.integrations.weights.held_weights import Source, box_of, local, tensors_of
 from commpress.integrations.weights.http_place import reading_place
 from commpress.integrations.weights.places import ReadablePlace
+from commpress.integrations.weights.replay import Rebuilder
 from commpress.integrations.weights.weight_layout import placed
 from commpress.integrations.weights.weight_records import HeadRecord, VersionRecord
 from commpress.units import parse_bytes, show_bytes
@@ -62,7 +63,7 @@ class Receiver:
 
     def newest(self) -> int:
         """The newest version that can be had; 0 if there is none."""
-        head = replay.read_head(self._place)
+        head = version_log.read_head(self._place)
         return head.newest if head else 0
 
     def prepare(self, version: int | None = None, *, wait: float = 0.0) -> int | None:
@@ -74,7 +75,7 @@ class Receiver:
         missing or changed.
         """
         call = partial(self._prepare, version)
-        return replay.up_to_date(self._place, call, self._held, wait)
+        return version_log.up_to_date(self._place, call, self._held, wait)
 
     def _prepare(self, version: int | None, head: HeadRecord | None) -> int | None:
         if head is None:
@@ -87,7 +88,7 @@ class Receiver:
             what = f"version {target} was applied already: version {self.version} is held"
             raise StateMismatch(what)
         if target == self.version:
-            there = replay.read_version(self._place, target).digest
+            there = version_log.read_version(self._place, target).digest
             if there != self._held.digest:
                 raise StateMismatch(
                     f"version {target} there has digest {there:016x}, the one held here "
@@ -97,18 +98,18 @@ class Receiver:
         try:
             self._rebuild(*head.route(target, self.version))
         except Damaged:
-            anchor, later = head.route(target, 0)
-            if not self.version or anchor <= self.version:
+            anchored, route = head.route(target, 0)
+            if not self.version or route[0] <= self.version:
                 raise
-            self._rebuild(anchor, later)
+            self._rebuild(anchored, route)
         return target
 
-    def _rebuild(self, anchor: int, later: list[int]) -> None:
+    def _rebuild(self, anchored: bool, route: list[int]) -> None:
         """Prepare the last of these versions, in the spare tensors. All differences of a block are
         applied in one pass over memory."""
         self._prepared = VersionRecord()  # its tensors are the spare ones
-        records = list(replay.followed(self._place, self._held, anchor, later))
-        before, first = self._live, bool(anchor)
+        records = list(version_log.followed(self._place, self._held, anchored, route))
+        before = self._live
         for layout, group in groupby(records, key=lambda record: record.layout):
             if self.version and layout.model != self._held.layout.model:
                 what = "the tensors of the next version are not those of the one held"
@@ -120,12 +121,12 @@ class Receiver:
                 )
             if before is self._spare or self._spare.keys() != {t.name for t in layout.tensors}:
                 self._spare = {t.name: t.zeros() for t in layout.tensors}
-            rebuilder = replay.Rebuilder(self._place, list(group), anchor=first)
-            self._fill(rebuilder, {} if first else before)
-            before, first = self._spare, False
+            rebuilder = Rebuilder(self._place, list(group), anchored=anchored)
+            self._fill(rebuilder, {} if anchored else before)
+            before, anchored = self._spare, False
         self._prepared = records[-1]
 
-    def _fill(self, rebuilder: replay.Rebuilder, before: Mapping[str, torch.Tensor]) -> None:
+    def _fill(self, rebuilder: Rebuilder, before: Mapping[str, torch.Tensor]) -> None:
         names, spare = [tensor.name for tensor in rebuilder.layout.tensors], self._spare
 
         def part(number: int) -> None:
@@ -175,6 +176,12 @@ def _pairs(
     targets: Mapping[str, torch.Tensor], named: Mapping[str, torch.Tensor], mapping: Mapped
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(a tensor of the model, its new value); StateMismatch if any does not fit."""
+    for name, source in mapping.items() if isinstance(mapping, Mapping) else [("", mapping)]:
+        if name not in targets or not (isinstance(source, str) or callable(source)):
+            raise InvalidArgument(
+                f"mapping has {name!r}: {source!r}, expected a name of the model, and for it one "
+                "that is published or a function"
+            )
     seen: set[int] = set()
     for name, target in targets.items():
         if id(target) in seen:
@@ -182,13 +189,14 @@ def _pairs(
         seen.add(id(target))
         source = mapping.get(name, name)
         value = named.get(source) if isinstance(source, str) else source(named)
-        if value is None:
+        if not isinstance(value, torch.Tensor):
             raise StateMismatch(
                 f"{name!r} of the model is not published; mapping= can name or make it: "
                 f"{', '.join(list(named)[:5])}, …"
             )
-        wide = torch.promote_types(value.dtype, target.dtype) == target.dtype
-        if value.shape != target.shape or not wide:
+        wide = value.is_floating_point() and target.dtype in (torch.float32, torch.float64)
+        same = value.dtype == target.dtype or (wide and value.itemsize < target.itemsize)
+        if value.shape != target.shape or not same:
             raise StateMismatch(
                 f"{name!r} is {target.dtype} of {list(target.shape)} in the model, the new one "
                 f"{value.dtype} of {list(value.shape)}: mapping= can give a function that fits it"

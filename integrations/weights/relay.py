@@ -26,34 +26,27 @@ class RelayPlace(HttpPlace):
         self._changing, self._run = threading.Lock(), ""
 
     def range(self, name: str, first: int, most: int) -> Chunk:
+        """Ask for it once, however many wait for it; again where that went wrong."""
         if name.startswith(records.HEAD_NAME):
             body, total = super().range(name, 0, records.LONGEST_HEAD)
             self.saw(body)
             return body[first : first + most], total
-        parts, total = list[bytes](), first + most
-        for begin in range(first // CHUNK * CHUNK, first + most, CHUNK):
-            if begin < total:
-                part, total = self._chunk(name, begin)
-                parts.append(part)
-        return b"".join(parts)[first % CHUNK :][:most], total
-
-    def _chunk(self, name: str, begin: int) -> Chunk:
-        """Ask for it once, however many wait for it; again where that went wrong."""
         with self._changing:
-            if mine := (name, begin) not in self._chunks:
-                self._chunks[name, begin] = Future[Chunk]()
-            found = self._chunks[name, begin]
-            self._chunks.move_to_end((name, begin))
+            if mine := (name, first) not in self._chunks:
+                self._chunks[name, first] = Future[Chunk]()
+            found = self._chunks[name, first]
+            self._chunks.move_to_end((name, first))
             while len(self._chunks) > KEPT:
                 self._chunks.popitem(last=False)
         if mine:
             try:
-                found.set_result(super().range(name, begin, CHUNK))
+                found.set_result(super().range(name, first, CHUNK))
             except BaseException as error:
                 with self._changing:
-                    self._chunks.pop((name, begin), None)
+                    self._chunks.pop((name, first), None)
                 found.set_exception(error)
-        return found.result()
+        body, total = found.result()
+        return body[:most], total
 
     def saw(self, head: bytes) -> None:
         super().saw(head)

@@ -30,8 +30,8 @@ class NumberType(NamedTuple):
 
     dtype: torch.dtype
     unsigned: str
-    words: int = 1
-    kind: int = PLAIN
+    words: int
+    kind: int
 
     def integers(self, values: torch.Tensor) -> torch.Tensor:
         """A flat tensor as integers, on its device and without a copy."""
@@ -42,18 +42,18 @@ class NumberType(NamedTuple):
         return self.integers(values).numpy().view(self.unsigned)
 
 
-_F8 = [getattr(torch, f"float8_{name}") for name in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")]
+_INTEGERS = [f"{sign}int{bits}" for bits in (8, 16, 32, 64) for sign in ("", "u")]
+_FLOAT8 = [f"float8_{kind}" for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")]
+_NAMES = "bool", *_INTEGERS, "float16", "bfloat16", "float32", "float64", *_FLOAT8
 NUMBERS = {
-    str(dtype).removeprefix("torch."): NumberType(dtype, unsigned, words, kind)
-    for unsigned, words, kind, dtypes in (
-        ("u1", 1, PLAIN, [torch.bool, torch.uint8, torch.int8, *_F8]),
-        ("u2", 1, PLAIN, [torch.float16, torch.int16]),
-        ("u2", 1, BFLOAT16, [torch.bfloat16]),
-        ("u4", 1, FLOAT32, [torch.float32]),
-        ("u4", 1, PLAIN, [torch.int32]),
-        ("u4", 2, PLAIN, [torch.float64, torch.int64]),
+    name: NumberType(
+        dtype,
+        f"u{min(dtype.itemsize, 4)}",
+        -(-dtype.itemsize // 4),
+        {"bfloat16": BFLOAT16, "float32": FLOAT32}.get(name, PLAIN),
     )
-    for dtype in dtypes
+    for name in _NAMES
+    if (dtype := getattr(torch, name, None)) is not None
 }
 
 

@@ -1,6 +1,6 @@
 """Metrics of published weights, into the sinks of ``commpress.Metrics``."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -8,33 +8,29 @@ from commpress.errors import InvalidArgument
 from commpress.integrations.weights.http_server import WeightServer
 from commpress.integrations.weights.publisher import Publisher, Report
 
+FIGURES = "bytes", "anchor_bytes", "dense_bytes", "density", "seconds", "scan_seconds", "ratio"
+
 
 @dataclass(frozen=True)
 class WeightSample(Report):
     """One version. By reader: the versions ``behind``, and seconds since it ``asked``."""
 
-    step: int = 0  # the version, too
     behind: dict[str, int] = field(default_factory=dict)
     asked: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        return self.version
 
     @property
     def ratio(self) -> float:
         return self.dense_bytes / self.bytes if self.bytes else 1.0
 
-    @property
-    def by_reader(self) -> dict[str, Mapping[str, float]]:
-        return {"behind": self.behind, "asked": self.asked}
-
-    def figures(self) -> dict[str, float]:
-        """The version's, without its number."""
-        every, others = asdict(self) | {"ratio": self.ratio}, {"version", "step", "behind", "asked"}
-        return {name: value for name, value in every.items() if name not in others}
-
     def scalars(self) -> dict[str, float]:
-        """Flat: ``bytes``, ``behind/10.0.0.7`` and so on."""
-        return self.figures() | {
+        """All but the version, flat: ``bytes``, ``behind/10.0.0.7`` and so on."""
+        return {name: getattr(self, name) for name in FIGURES} | {
             f"{figure}/{reader}": value
-            for figure, readers in self.by_reader.items()
+            for figure, readers in (("behind", self.behind), ("asked", self.asked))
             for reader, value in readers.items()
         }
 
@@ -53,8 +49,8 @@ class WeightMetrics:
         *,
         to: Sequence[Callable[[Any], object]],
     ) -> None:
-        if not to:
-            raise InvalidArgument("to is empty, expected sinks such as print")
+        if not to or callable(to):
+            raise InvalidArgument(f"to is {to!r}, expected sinks such as [print]")
         self._publisher, self._server, self._to = publisher, server, list(to)
         self._told = 0
 
@@ -66,7 +62,6 @@ class WeightMetrics:
         readers = {} if self._server is None else self._server.readers
         sample = WeightSample(
             **asdict(report),
-            step=report.version,
             behind={name: report.version - version for name, (version, _) in readers.items()},
             asked={name: seconds for name, (_, seconds) in readers.items()},
         )

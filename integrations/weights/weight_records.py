@@ -10,6 +10,7 @@ says which bits a reader must have.
 """
 
 import re
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 import msgpack
@@ -46,6 +47,28 @@ def payload_name(version: int, part: int, epoch: int, *, anchor: bool) -> str:
 def is_plain(name: str) -> bool:
     """True for the name of a file in the folder itself."""
     return bool(_PLAIN.fullmatch(name))
+
+
+@dataclass(frozen=True)
+class Version:
+    """One published version; ``density`` is the share of numbers that changed."""
+
+    version: int
+    base: int
+    epoch: int
+    bytes: int  # of its differences
+    anchor_bytes: int  # of all weights, beside them so that readers can begin here; 0 if not
+    dense_bytes: int  # of the weights as they are
+    density: float
+    parts: int
+
+
+class ListedVersion(NamedTuple):
+    """A version that can be had; readers can begin with it if it is anchored."""
+
+    version: int
+    base: int
+    anchored: bool
 
 
 class PayloadFile(NamedTuple):
@@ -95,6 +118,23 @@ class VersionRecord(NamedTuple):
     def anchor_nbytes(self) -> int:
         return sum(file.nbytes for file in self.anchors)
 
+    @property
+    def listed(self) -> ListedVersion:
+        return ListedVersion(self.version, self.base, bool(self.anchors))
+
+    @property
+    def facts(self) -> Version:
+        return Version(
+            self.version,
+            self.base,
+            self.epoch,
+            self.nbytes,
+            self.anchor_nbytes,
+            self.layout.nbytes,
+            self.changed / max(self.layout.numel, 1),
+            len(self.hashes),
+        )
+
     def check(self) -> None:
         """ValueError unless it is whole."""
         expect(is_plain(self.run), "a name")
@@ -108,14 +148,6 @@ class VersionRecord(NamedTuple):
             self.layout.check_blocks(self.blocks)
         starts = self.anchors or (self.differences and self.base and not self.layout.parts)
         expect(self.base < self.version and bool(starts), "a base")
-
-
-class ListedVersion(NamedTuple):
-    """A version that can be had; readers can begin with it if it is anchored."""
-
-    version: int
-    base: int
-    anchored: bool
 
 
 class HeadRecord(NamedTuple):
@@ -136,21 +168,19 @@ class HeadRecord(NamedTuple):
         expect(numbers == sorted(set(numbers)), "an order")
         expect(all(each.base < each.version for each in self.versions), "a base")
 
-    def route(self, target: int, held: int) -> tuple[int, list[int]]:
-        """(anchor to begin with or 0, versions whose differences follow) to ``target``.
-
-        From ``held`` where differences lead from there, else from the newest anchor.
-        """
+    def route(self, target: int, held: int) -> tuple[bool, list[int]]:
+        """(True if it begins with an anchor, versions in order) to ``target``: from ``held`` where
+        differences lead from there, else from the newest anchor."""
         known = {each.version: each for each in self.versions}
         back, at = [], target
         while at in known and at != held:
             back.append(at)
             at = known[at].base
         if held and at == held:
-            return 0, back[::-1]
+            return False, back[::-1]
         for count, version in enumerate(back):
             if known[version].anchored:
-                return version, back[:count][::-1]
+                return True, back[count::-1]
         cure = "the publisher's next anchor ends the gap"
         raise Damaged(
             f"version {target} follows from {at}, which is not there any more: {cure}",

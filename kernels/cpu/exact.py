@@ -57,17 +57,13 @@ def encode(old: np.ndarray | None, new: np.ndarray, kind: int = law.PLAIN) -> by
 
 def decode(code: bytes | memoryview, target: np.ndarray, kind: int = law.PLAIN) -> None:
     """Turn ``target``, the earlier block, into the new one. Raise ``Damaged`` if the code does not
-    fit the block; ``target`` is then unchanged, or partly written by an exponent form.
+    fit the block; ``target`` may then be partly written.
     """
     _check(target)
     content = np.frombuffer(code, np.uint8)
     form = int(content[0]) if len(content) else -1
     if form == law.SPARSE:
-        count = loops.unpack(
-            content, len(target), 8 * target.itemsize, _scratch.gaps, _scratch.differences
-        )
-        if count > 0:
-            loops.add(target, _scratch.gaps, _scratch.differences, count)
+        if not loops.apply(content, target):
             return
     elif form == law.EXPONENTS and kind != law.PLAIN and target.itemsize == 2 * kind:
         if _joined(content, target, kind):

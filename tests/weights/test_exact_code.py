@@ -168,8 +168,6 @@ def agree(code, old, kind):
     except ValueError:
         with pytest.raises(Damaged, match="is damaged"):
             exact.decode(guarded.numbers, block.numbers, kind)
-        if code[:1] != bytes([law.EXPONENTS]):
-            assert np.array_equal(block.numbers, old)
         return False
     exact.decode(guarded.numbers, block.numbers, kind)
     assert np.array_equal(block.numbers, expected)

@@ -264,6 +264,31 @@ def test_what_cannot_be_published_is_refused_on_every_rank(pool, tmp_path):
         assert {kind for kind, _ in said.values()} <= {InvalidArgument, StateMismatch}
 
 
+def stuck(folder):
+    """The copy of one rank cannot advance, as on a disk that failed."""
+    with Publisher({"a": torch.zeros(1 << 17)}, folder) as publisher:
+        publisher.publish()
+        if dist.get_rank() == 1:
+
+            def advance(_):
+                raise OSError("no disk")
+
+            publisher._part.advance = advance
+        return [(type(e), str(e)) for e in (caught(publisher.publish), caught(publisher.publish))]
+
+
+def test_a_rank_that_fails_after_the_commit_keeps_no_other_waiting(pool, tmp_path):
+    """The version can be had; another publisher goes on with it."""
+    first, second = pool.run(stuck, str(tmp_path), size=2)
+    assert "rank 1 could not publish: OSError" in first[0][1]
+    assert second[0][0] is OSError
+    for _, (kind, says) in (first, second):
+        assert kind is StateMismatch
+        assert "this publisher has ended" in says
+    with Publisher({"a": torch.zeros(1 << 17)}, tmp_path) as publisher:
+        assert publisher.version == 2
+
+
 def apart(folder):
     """Experts with names of their own."""
     rank = dist.get_rank()

@@ -332,6 +332,38 @@ def test_wider_floats_take_the_same_numbers(published):
     assert same({name: value.detach().bfloat16() for name, value in model.named_parameters()}, 8)
 
 
+@pytest.mark.parametrize(
+    ("published", "there", "fits"),
+    [
+        ("float8_e4m3fn", "float32", True),
+        ("float8_e8m0fnu", "float64", True),
+        ("float32", "float64", True),
+        ("float8_e4m3fn", "bfloat16", False),
+        ("float8_e4m3fn", "float8_e5m2", False),
+        ("float16", "bfloat16", False),
+        ("float32", "bfloat16", False),
+        ("int64", "float32", False),
+        ("uint8", "float32", False),
+        ("uint8", "int16", False),
+    ],
+)
+def test_a_model_takes_its_own_type_and_wider_floats(tmp_path, published, there, fits):
+    value = torch.arange(0, 120, 8, dtype=torch.uint8)
+    dtype = getattr(torch, published)
+    value = value.view(dtype) if dtype.itemsize == 1 else value.to(dtype)
+    model = {"w": torch.zeros(15, dtype=getattr(torch, there))}
+    with Publisher({"w": value}, tmp_path) as publisher:
+        publisher.publish()
+    reader = Receiver(tmp_path)
+    reader.prepare()
+    if fits:
+        reader.install(model)
+        assert torch.equal(model["w"], value.to(model["w"].dtype))
+    else:
+        with pytest.raises(StateMismatch, match=r"'w' is torch\.\w+ of .* in the model"):
+            reader.install(model)
+
+
 def test_a_mapping_names_and_makes_tensors(published):
     reader = Receiver(published)
     reader.prepare()
@@ -380,6 +412,23 @@ def test_more_weights_than_a_reader_allows_are_refused_before_memory_is_taken(pu
         Receiver(published, limit="1KiB").prepare()
 
 
+def test_a_publisher_goes_on_from_a_copy_and_readers_follow_it(tmp_path):
+    """A copy has no sign of earlier publishers but their epoch in its head."""
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    for begin in range(3):
+        publish(run, [begin + 1], begin=begin)
+    pull(run, copy)
+    reader = reader_at(run, 3)
+    publish(copy, [4], begin=3)
+    follower = Receiver(copy)
+    follower._live, follower._spare, follower._held = reader._live, reader._spare, reader._held
+    assert follower.prepare() == 4
+    assert [each.epoch for each in verify(copy)][-1] == 4
+    for source in (run, copy):
+        with pytest.raises(InvalidArgument, match="that a publisher writes to: name another"):
+            pull(source, copy)
+
+
 def test_a_copy_of_a_copy_is_the_run(published, tmp_path):
     assert pull(published, tmp_path / "one") == pull(tmp_path / "one", tmp_path / "two") == 8
     reader_at(tmp_path / "two", 8)
@@ -394,6 +443,30 @@ def test_object_stores_of_fsspec_are_places(tmp_path):
         publish(url, range(4, 6), begin=3)
         assert reader_at(url, 5).newest() == 5
         assert [each.epoch for each in verify(url)] == [1, 1, 1, 2, 2]
+
+
+def test_what_another_process_writes_to_an_object_store_is_seen(tmp_path):
+    """Though fsspec keeps what it knew of a file."""
+    fsspec = pytest.importorskip("fsspec")
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    class Remembering(MemoryFileSystem):
+        protocol, known = "remembering", {}
+
+        @classmethod
+        def _strip_protocol(cls, path):
+            return super()._strip_protocol(path.replace("remembering:", "memory:"))
+
+        def info(self, path, **options):
+            return self.known.setdefault(path, super().info(path, **options))
+
+        def invalidate_cache(self, path=None):
+            self.known.clear()
+
+    fsspec.register_implementation("remembering", Remembering)
+    for version in range(1, 4):
+        publish(f"memory://{tmp_path.name}", [version], begin=max(version - 1, 1))
+        assert Receiver(f"remembering://{tmp_path.name}").newest() == version
 
 
 @pytest.mark.parametrize(

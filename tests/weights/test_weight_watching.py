@@ -53,6 +53,19 @@ def test_copies_in_a_store_smaller_than_them_give_the_same_files(tmp_path):
         assert torch.equal(reader.weights[name], value)
 
 
+def test_a_publisher_that_follows_another_in_its_store_has_copies_of_its_own(tmp_path):
+    weights = {"w": torch.zeros(100)}
+    with TieredStore.open(tmp_path / "store", host="1MiB") as store:
+        first = Publisher(weights, tmp_path / "run", store=store)
+        first.publish()
+        with Publisher(weights, tmp_path / "run", store=store) as second:
+            first.close()
+            weights["w"] += 1
+            assert second.publish().version == 2
+        assert not list(store)
+    assert len(verify(tmp_path / "run")) == 2
+
+
 @pytest.fixture
 def watched(tmp_path):
     weights = model(100_000)
@@ -115,5 +128,5 @@ def test_prometheus_reads_versions_and_readers(watched):
 
 
 def test_metrics_without_a_sink_are_refused(watched):
-    with pytest.raises(InvalidArgument, match="to is empty"):
+    with pytest.raises(InvalidArgument, match="to is \\[\\]"):
         WeightMetrics(watched.publisher, to=[])

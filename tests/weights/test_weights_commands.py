@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 import weight_bytes
+import weight_speed
 from commpress.cli import main, weight_copies
-from commpress.weights import Publisher, Receiver, WeightServer
+from commpress.integrations.weights import http_place, mirror
+from commpress.weights import Publisher, Receiver, WeightServer, verify
 
 
 @pytest.fixture
@@ -93,6 +95,30 @@ def test_a_copy_is_followed_and_a_relay_of_its_server_read(folder, tmp_path, cap
     assert "has version 4" in capfd.readouterr().out
 
 
+def test_a_copy_goes_on_when_its_server_is_back(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(http_place, "PAUSE", 0.001)
+    server = WeightServer(folder)
+    url, place = server.url, str(tmp_path / "copy")
+    server.close()
+    assert main(["weights", "pull", url, place]) == 2
+    assert "gave no head in 4 tries" in capsys.readouterr().err
+
+    def back(seconds):
+        nonlocal server
+        assert "asking again" in capsys.readouterr().out
+        server = WeightServer(folder, int(url.rpartition(":")[2]))
+        monkeypatch.setattr(mirror, "pull", stopped)
+
+    def stopped(*given, real=mirror.pull, **options):
+        assert real(*given, **options) == 3
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(weight_copies, "sleep", back)
+    assert main(["weights", "pull", url, place, "--follow"]) == 130
+    server.close()
+    assert len(verify(place)) > 0
+
+
 def test_serving_says_who_reads(folder, capsys, monkeypatch):
     looks, urls = iter(range(100)), []
 
@@ -120,3 +146,11 @@ def test_the_benchmark_counts_what_codes_take():
         assert line.index_value == pytest.approx(48 * line.changed)
     assert weight_bytes.markdown(lines).count("\n") == 13
     assert len(weight_bytes.judge(lines)) == 18
+
+
+def test_the_benchmark_of_speed_measures_each_call():
+    lines = weight_speed.measure(1)
+    assert [line.changed for line in lines] == [*weight_speed.SHARES, None]
+    assert lines[0].bits < lines[1].bits < lines[2].bits < lines[-1].bits < 12
+    assert all(line.encode > 0 and line.decode > 0 for line in lines)
+    assert len(weight_speed.judge(lines)) == 6

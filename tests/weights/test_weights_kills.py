@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from commpress.integrations.weights import places, publisher
-from commpress.integrations.weights.replay import read_head
+from commpress.integrations.weights.version_log import read_head
 from commpress.weights import Publisher, Receiver, WeightServer, pull, verify
 from ranks import FORKS
 
@@ -42,15 +42,10 @@ class Dying(places.FolderPlace):
                 Path(path).write_bytes(content[: len(content) // 2])
             os._exit(9)
 
-    def write(self, name, chunks):
+    def write(self, name, chunks, *, anew=False):
         content = b"".join(chunks)
         self._next(self._path / f"{name}.dead.part", content)
-        super().write(name, [content])
-        self._next()
-
-    def create(self, name, content):
-        self._next(self._path / f"{name}.dead.part", content)
-        super().create(name, content)
+        super().write(name, [content], anew=anew)
         self._next()
 
     def remove(self, name):
@@ -62,7 +57,7 @@ def publish(folder, versions, operation=0):
     torch.set_num_threads(1)
     if operation:
         Dying.left = operation
-        publisher.writable_place = lambda to: Dying(to, make=True)
+        publisher.stored_place = Dying
     live = {"w": at(1)}
     with Publisher(live, folder, anchor_every=3, keep=2) as published:
         for _ in range(versions):
@@ -118,6 +113,8 @@ def test_a_publisher_that_dies_at_any_operation_leaves_whole_versions(tmp_path):
     version, died = campaign(tmp_path / "run", range(1, 41, 2))
     assert died >= 18
     assert version > 10
+    publish(str(tmp_path / "run"), 1)
+    assert not list((tmp_path / "run").glob("*.part"))
 
 
 def test_a_copy_that_dies_at_any_operation_leaves_whole_versions(tmp_path):

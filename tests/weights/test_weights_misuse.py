@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from commpress.errors import Damaged, InvalidArgument, StateMismatch
+from commpress.integrations.weights.weight_layout import NUMBERS
 from commpress.weights import Publisher, Receiver, WeightServer, pull, verify
 from ranks import FORKS, caught
 
@@ -55,7 +56,6 @@ def test_a_model_that_became_another_is_refused(tmp_path, change, says):
     before = installed(tmp_path / "run")
     assert len(verify(tmp_path / "run")) == 1
     assert before["head.weight"] is before["tokens.weight"]
-    publisher._failure = None
     publisher.close()
 
 
@@ -71,7 +71,6 @@ def unsharded(folder):
             model(torch.ones(1, 6))
         whole = not isinstance(next(model.parameters()), DTensor)
         error = caught(publisher.publish)
-        publisher._failure = None
     with Publisher(model, folder) as publisher:  # a module's state is sharded again by torch
         with torch.no_grad():
             model(torch.ones(1, 6))
@@ -90,15 +89,102 @@ def test_shards_that_are_whole_for_a_while_are_not_taken_for_shards(pool, tmp_pa
 @pytest.mark.parametrize(
     ("weights", "says"),
     [
-        ({0: torch.zeros(2)}, "0 is a Tensor, expected names"),
-        (lambda: {"w": [1.0]}, "'w' is a list"),
+        ({0: torch.zeros(2)}, "weights are 0 with a Tensor, expected a module"),
+        (lambda: {"w": [1.0]}, "'w' with a list"),
+        (lambda: None, "with a NoneType"),
+        (nn.Linear(2, 2).parameters(), "with a Tensor"),
+        ("model.pt", "with a str"),
+        (5, "with a int"),
         ({"w": torch.zeros(2, 2).to_sparse()}, "sparse"),
         ({"w": torch.zeros(2, device="meta")}, "on meta"),
+        ({"w": torch.zeros(2, dtype=torch.complex64)}, "one of bool, int8, uint8"),
     ],
 )
 def test_what_is_no_tensor_in_memory_is_refused(tmp_path, weights, says):
     with pytest.raises(InvalidArgument, match=says):
         Publisher(weights, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"to": None}, "None is no place, expected a folder"),
+        ({"to": ""}, "'' is no place"),
+        ({"to": "http://a:1"}, "serve it with commpress weights serve"),
+        ({"dtype": "bfloat16"}, "dtype is 'bfloat16', expected floats"),
+        ({"keep": 0}, "keep is 0, expected a whole number of at least 1"),
+        ({"anchor_every": 1.5}, "anchor_every is 1.5"),
+        ({"store": "disk"}, "store is 'disk', expected a TieredStore"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named(tmp_path, options, says):
+    with pytest.raises(InvalidArgument, match=says):
+        Publisher({"w": torch.zeros(2)}, **{"to": tmp_path / "run"} | options)
+
+
+@pytest.mark.parametrize("version", [2.5, "3", True, 1, 1 << 60])
+def test_a_version_is_a_larger_whole_number(tmp_path, version):
+    with Publisher({"w": torch.zeros(2)}, tmp_path) as publisher:
+        publisher.publish()
+        with pytest.raises(InvalidArgument, match="expected a whole number above 1, the last one"):
+            publisher.publish(version)
+
+
+def test_a_publisher_that_was_closed_says_so(tmp_path):
+    with Publisher({"w": torch.zeros(2)}, tmp_path) as publisher:
+        pass
+    publisher.close()
+    with pytest.raises(StateMismatch, match=r"it was closed\): make a new Publisher"):
+        publisher.publish()
+
+
+@pytest.mark.parametrize(
+    ("mapping", "says"),
+    [
+        (["w"], "expected a name of the model"),
+        ({"w": 5}, "mapping has 'w': 5"),
+        ({"typo": "w"}, "mapping has 'typo'"),
+    ],
+)
+def test_a_mapping_that_names_nothing_is_refused(tmp_path, mapping, says):
+    with Publisher({"w": torch.ones(2)}, tmp_path) as publisher:
+        publisher.publish()
+    reader, model = Receiver(tmp_path), {"w": torch.zeros(2)}
+    reader.prepare()
+    with pytest.raises(InvalidArgument, match=says):
+        reader.install(model, mapping)
+    with pytest.raises(StateMismatch, match="'w' of the model is not published"):
+        reader.install(model, {"w": lambda named: named["w"].numpy()})
+    assert not model["w"].any()
+    reader.install(model)
+
+
+@pytest.mark.parametrize("wait", ["5", -1, float("nan"), float("inf")])
+def test_a_wait_is_seconds(tmp_path, wait):
+    with pytest.raises(InvalidArgument, match="expected seconds of at least 0"):
+        Receiver(tmp_path).prepare(wait=wait)
+
+
+KINDS = [getattr(torch, name) for name in NUMBERS]
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=list(NUMBERS))
+def test_numbers_of_every_type_arrive_in_every_bit(tmp_path, dtype):
+    """Any patterns, so with zeros of both signs and payloads of NaN; transposed, alone, none."""
+    draws = torch.Generator().manual_seed(0)
+    octets = torch.randint(0, 256, (8 * 700,), dtype=torch.uint8, generator=draws)
+    whole = octets.view(dtype) if dtype != torch.bool else octets > 99
+    weights = {"w": whole, "t": whole[:42].reshape(6, 7).t(), "one": whole[3], "no": whole[:0]}
+    reader, other = Receiver(tmp_path), {k: torch.zeros_like(v) for k, v in weights.items()}
+    with Publisher(weights, tmp_path) as publisher:
+        for _ in range(2):
+            publisher.publish()
+            reader.prepare()
+            reader.install(other)
+            for name, value in weights.items():
+                pair = [v.contiguous().view(-1).view(torch.uint8) for v in (value, other[name])]
+                assert torch.equal(*pair), name
+            whole.view(torch.uint8)[::37] ^= 1
 
 
 def test_models_of_no_elements_and_versions_without_a_change_are_published(tmp_path):
@@ -221,7 +307,6 @@ def full(folder, room, said):
     with Publisher({"w": torch.randn(20_000)}, folder) as publisher:
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
         said.put(type(caught(publisher.publish)).__name__)
-        publisher._failure = None
 
 
 @pytest.mark.parametrize("room", [0, 100, 10_000])
@@ -269,7 +354,6 @@ def test_a_place_that_vanishes_is_named_and_the_live_weights_stay(tmp_path):
         publisher.publish()
     with pytest.raises(StateMismatch, match="make a new Publisher"):
         publisher.publish()
-    publisher._failure = None
     publisher.close()
     server.close()
 

@@ -8,6 +8,7 @@ from numba.extending import intrinsic
 
 from commpress.kernels.cpu.kinds import HALVES, I64, INTEGERS, OCTETS, SIGNED_WORDS, WORDS
 from commpress.kernels.cpu.sources.decorators import bare
+from commpress.kernels.cpu.sources.emitted import Emitted
 from commpress.kernels.cpu.sources.kernel import kernel
 from commpress.kernels.exact_format import (
     EXPONENT_HEAD,
@@ -36,31 +37,8 @@ def _vector(element):
 _BYTES, _HALVES = _vector(_I8), _vector(_I16)
 
 
-class _Emitted:
-    """Code that the intrinsics below emit, on the arrays among their arguments."""
-
-    def __init__(self, context, builder, signature, args):
-        self.context, self.builder, self.kinds, self.args = context, builder, signature.args, args
-
-    def element(self, array):
-        return self.context.get_data_type(self.kinds[array].dtype)
-
-    def place(self, array, at, to):
-        kind, value = self.kinds[array], self.args[array]
-        data = self.context.make_array(kind)(self.context, self.builder, value).data
-        return self.builder.bitcast(self.builder.gep(data, [at]), to.as_pointer())
-
-    def load(self, array, at, to):
-        return self.builder.load(self.place(array, at, to), align=1)
-
-    def store(self, array, at, value):
-        self.builder.store(value, self.place(array, at, value.type), align=1)
-
-    def same(self, number):
-        """64 times the lowest byte of a number."""
-        byte, first = self.builder.trunc(number, _I8), ir.IntType(32)(0)
-        one = self.builder.insert_element(ir.Constant(_BYTES, ir.Undefined), byte, first)
-        return self.builder.shuffle_vector(one, one, _all(ir.IntType(32), 0))
+class _Emitted(Emitted):
+    align = 1
 
 
 def _all(element, value):
@@ -92,35 +70,28 @@ def _word(typing, array, at):
 @intrinsic
 def _put_word(typing, array, at, word):
     def generate(*of):
-        _Emitted(*of).store(0, *of[3][1:])
-        return of[0].get_dummy_value()
+        code = _Emitted(*of)
+        code.store(code.args[2], 0, code.args[1])
+        return code.nothing()
 
     return types.none(array, types.intp, types.uint64), generate
-
-
-def _counting(name):
-    def generate(context, builder, signature, args):
-        kind = ir.FunctionType(_I64, [_I64, ir.IntType(1)])
-        counts = builder.module.declare_intrinsic(f"llvm.{name}.i64", (), kind)
-        return builder.call(counts, [args[0], ir.IntType(1)(0)])
-
-    return types.int64(types.uint64), generate
 
 
 @intrinsic
 def _zeros(typing, word):
     """Zeros below the lowest one; 64 of no bits."""
-    return _counting("cttz")
+    return types.int64(types.uint64), lambda *of: of[1].cttz(of[3][0], ir.IntType(1)(0))
 
 
 @intrinsic
-def _zeros_above(typing, word):
-    return _counting("ctlz")
+def _log2(typing, value):
+    """The place of the highest one."""
 
+    def generate(*of):
+        build, (word,) = of[1], of[3]
+        return build.sub(_I64(63), build.ctlz(word, ir.IntType(1)(0)))
 
-@bare
-def _log2(value):
-    return 63 - _zeros_above(np.uint64(value))
+    return types.int64(types.uint64), generate
 
 
 # ---------------------------------------------------------------- sparse
@@ -152,6 +123,13 @@ def scan(old, new, gaps, differences):
     return count
 
 
+@bare
+def _flushed(out, at, held, fill):
+    """Store ``fill`` bits; what is held of the last byte, if it is not full."""
+    _put_word(out, at, held)
+    return at + (fill >> 3), held >> np.uint64(fill & ~7), fill & 7
+
+
 @kernel(gaps=WORDS, differences=SIGNED_WORDS, count=I64, logs=INTEGERS, out=OCTETS)
 @bare
 def pack(gaps, differences, count, logs, out):
@@ -161,7 +139,7 @@ def pack(gaps, differences, count, logs, out):
         logs[log] = 0
     for j in range(count):
         total += gaps[j]
-        logs[_log2(abs(np.int64(differences[j])))] += 1
+        logs[_log2(np.uint64(abs(np.int64(differences[j]))))] += 1
     k, m, least = 0, 0, -1
     while count << k < total * 69 // 100:
         k += 1
@@ -189,10 +167,7 @@ def pack(gaps, differences, count, logs, out):
             length = np.int64(LONGEST + 1 + GAP_BITS)
         held |= word << np.uint64(fill)
         fill += length
-        _put_word(out, at, held)
-        at += fill >> 3
-        held >>= np.uint64(fill & ~7)
-        fill &= 7
+        at, held, fill = _flushed(out, at, held, fill)
         d = np.int64(differences[j])
         value = np.uint64(abs(d) - 1) + first
         log = _log2(value)
@@ -200,16 +175,10 @@ def pack(gaps, differences, count, logs, out):
         held |= (np.uint64(d < 0) | np.uint64(2) << np.uint64(zeros)) << np.uint64(fill)
         fill += 2 + zeros
         if fill + log > 63:
-            _put_word(out, at, held)
-            at += fill >> 3
-            held >>= np.uint64(fill & ~7)
-            fill &= 7
+            at, held, fill = _flushed(out, at, held, fill)
         held |= (value & ((_ONE << np.uint64(log)) - _ONE)) << np.uint64(fill)
         fill += log
-        _put_word(out, at, held)
-        at += fill >> 3
-        held >>= np.uint64(fill & ~7)
-        fill &= 7
+        at, held, fill = _flushed(out, at, held, fill)
     if fill:
         _put_word(out, at, held)
         at += 1
@@ -229,38 +198,36 @@ def _bits_from(code, bit):
     return word >> np.uint64(bit & 7)
 
 
-@kernel(code=OCTETS, numel=I64, width=I64, gaps=WORDS, differences=SIGNED_WORDS)
+@kernel(code=OCTETS, target=(OCTETS, HALVES, WORDS))
 @bare
-def unpack(code, numel, width, gaps, differences):
-    """Gaps and differences of a sparse form and their count, or −1 where it is none of ``numel``
-    numbers of ``width`` bits."""
+def apply(code, target):
+    """Add the differences of a sparse form to a block; 0, or −1 where it is none of such a
+    block."""
     if code.size < _HEAD:
         return -1
+    numel, most = target.size, np.int64(1) << (8 * target.itemsize - 1)
     k, m = np.int64(code[1]), np.int64(code[2])
     count = np.int64(0)
     for i in range(4):
         count |= np.int64(code[3 + i]) << (8 * i)
-    if k > GAP_BITS or m > 31 or not 0 < count <= min(numel, gaps.size, differences.size):
+    if k > GAP_BITS or m > 31 or not 0 < count <= numel:
         return -1
-    bit, at, most = np.int64(8 * _HEAD), np.int64(-1), np.int64(1) << (width - 1)
-    for j in range(count):
+    bit, at = np.int64(8 * _HEAD), np.int64(-1)
+    for _ in range(count):
         word = _bits_from(code, bit)
         quotient = _zeros(word)
         if quotient < LONGEST:
             rest = word >> np.uint64(quotient + 1) & ((_ONE << np.uint64(k)) - _ONE)
-            gap = quotient << k | np.int64(rest)
-            used = quotient + 1 + k
+            at += 1 + (quotient << k | np.int64(rest))
+            bit += quotient + 1 + k
         elif quotient == LONGEST:
-            gap = np.int64(word >> np.uint64(LONGEST + 1) & np.uint64((1 << GAP_BITS) - 1))
-            used = np.int64(LONGEST + 1 + GAP_BITS)
+            at += 1 + np.int64(word >> np.uint64(LONGEST + 1) & np.uint64((1 << GAP_BITS) - 1))
+            bit += LONGEST + 1 + GAP_BITS
         else:
             return -1
-        bit += used
-        at += 1 + gap
         if at >= numel:
             return -1
         word = _bits_from(code, bit)
-        negative = word & _ONE
         zeros = _zeros(word >> _ONE)
         log = m + zeros
         if zeros > 32 or log > 32:
@@ -272,20 +239,9 @@ def unpack(code, numel, width, gaps, differences):
         size = np.int64(value) - (np.int64(1) << m) + 1
         if size > most:
             return -1
-        gaps[j] = np.uint32(gap)
-        differences[j] = np.int32(-size if negative else size)
-    return count if (bit + 7) >> 3 == code.size else -1
-
-
-@kernel(target=(OCTETS, HALVES, WORDS), gaps=WORDS, differences=SIGNED_WORDS, count=I64)
-@bare
-def add(target, gaps, differences, count):
-    """Add differences to a block; ``unpack`` has seen to it that they lie inside."""
-    at = np.int64(-1)
-    mask = (np.int64(2) << (8 * target.itemsize - 1)) - 1
-    for j in range(count):
-        at += 1 + np.int64(gaps[j])
-        target[at] = (np.int64(target[at]) + differences[j]) & mask
+        now = np.int64(target[at]) + (-size if word & _ONE else size)
+        target[at] = now & (2 * most - 1)
+    return 0 if (bit + 7) >> 3 == code.size else -1
 
 
 # ---------------------------------------------------------------- exponents
@@ -301,18 +257,18 @@ def _split(typing, values, at, base, out, low, half, plane):
         build, element = code.builder, code.element(0)
         tops = words = code.load(0, at, _vector(element))
         if element != _I16:
-            code.store(3, half, build.trunc(words, _HALVES))
+            code.store(build.trunc(words, _HALVES), 3, half)
             tops = build.trunc(build.lshr(words, _all(element, 16)), _HALVES)
         sign = build.and_(build.lshr(tops, _all(_I16, 8)), _all(_I16, 128))
         lows = build.or_(build.and_(tops, _all(_I16, 127)), sign)
-        code.store(3, low, build.trunc(lows, _BYTES))
+        code.store(build.trunc(lows, _BYTES), 3, low)
         exponents = build.trunc(build.lshr(tops, _all(_I16, 7)), _BYTES)
-        codes = build.sub(exponents, code.same(base))
+        codes = build.sub(exponents, code.spread(build.trunc(base, _I8)))
         escaped = build.icmp_unsigned(">=", codes, _all(_I8, WINDOW))
         codes = build.select(escaped, _all(_I8, HIT), codes)
         for j in range(3):
             bits = build.icmp_unsigned("!=", build.and_(codes, _all(_I8, 1 << j)), _all(_I8, 0))
-            code.store(3, build.add(plane, _I64(8 * j)), build.bitcast(bits, _I64))
+            code.store(build.bitcast(bits, _I64), 3, build.add(plane, _I64(8 * j)))
         return build.bitcast(escaped, _I64)
 
     return types.uint64(values, *[types.intp] * 2, out, *[types.intp] * 3), generate
@@ -331,14 +287,14 @@ def _join(typing, code, low, half, plane, base, target, at):
             words.append(code.load(0, build.add(plane, _I64(8 * j)), _I64))
             bits = build.zext(build.bitcast(words[j], _vector(ir.IntType(1))), _BYTES)
             codes = build.or_(codes, build.shl(bits, _all(_I8, j)))
-        exponents = build.zext(build.add(codes, code.same(base)), _HALVES)
+        exponents = build.zext(build.add(codes, code.spread(build.trunc(base, _I8))), _HALVES)
         tops = build.or_(build.shl(exponents, _all(_I16, 7)), build.and_(lows, _all(_I16, 127)))
         tops = build.or_(tops, build.shl(build.and_(lows, _all(_I16, 128)), _all(_I16, 8)))
         if element != _I16:
             halves = build.zext(code.load(0, half, _HALVES), _vector(element))
             tops = build.shl(build.zext(tops, _vector(element)), _all(element, 16))
             tops = build.or_(tops, halves)
-        code.store(5, at, tops)
+        code.store(tops, 5, at)
         return build.and_(build.and_(*words[:2]), words[2])
 
     return types.uint64(code, *[types.intp] * 4, target, types.intp), generate

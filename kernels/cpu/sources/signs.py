@@ -12,6 +12,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from commpress.kernels.cpu.sources.decorators import jit
+from commpress.kernels.cpu.sources.emitted import FLOATS, Emitted
 
 # eight 0/1 bytes × this: the top byte holds them as bits, first one highest
 _PACK = np.uint64(0x8040201008040201)
@@ -21,33 +22,12 @@ _TOP_BYTE = np.uint64(56)
 
 PLAIN, LAZY = 1, 2  # how ``residual`` is to be read; 0: not at all
 
-_FLOATS = ir.VectorType(ir.FloatType(), 64)
 _MASK, _WORD, _INT = ir.VectorType(ir.IntType(1), 64), ir.IntType(64), ir.IntType(32)
-_ZERO = ir.Constant(_FLOATS, [0.0] * 64)
+_ZERO = ir.Constant(FLOATS, [0.0] * 64)
 
 
-class _Code:
-    """Code that the intrinsics below emit: loads, stores and selections of 64 elements of the
-    arguments' arrays."""
-
-    def __init__(self, context, builder, signature, args):
-        self.context, self.builder, self.types, self.args = context, builder, signature.args, args
-
-    def place(self, array, index, to=_FLOATS):
-        data = self.context.make_array(self.types[array])(
-            self.context, self.builder, self.args[array]
-        ).data
-        return self.builder.bitcast(self.builder.gep(data, [index]), to.as_pointer())
-
-    def load(self, array, index):
-        return self.builder.load(self.place(array, index), align=4)
-
-    def store(self, value, array, index):
-        self.builder.store(value, self.place(array, index), align=4)
-
-    def spread(self, scalar):
-        one = self.builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), scalar, _INT(0))
-        return self.builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_INT, 64), [0] * 64))
+class _Code(Emitted):
+    """Code on floats and on their signs."""
 
     def positive(self, value):
         return self.builder.fcmp_ordered(">=", value, _ZERO)
@@ -60,7 +40,7 @@ class _Code:
         bits = self.builder.and_(
             self.builder.bitcast(value, words), ir.Constant(words, [0x7FFFFFFF] * 64)
         )
-        return self.builder.bitcast(bits, _FLOATS)
+        return self.builder.bitcast(bits, FLOATS)
 
     def store_mask(self, mask, array, index):
         word = self.builder.bswap(self.builder.bitreverse(self.builder.bitcast(mask, _WORD)))
@@ -80,9 +60,6 @@ class _Code:
             "llvm.prefetch", [pointer.type], ir.FunctionType(ir.VoidType(), kinds)
         )
         self.builder.call(prefetch, [pointer, _INT(0), _INT(3), _INT(1)])
-
-    def nothing(self):
-        return self.context.get_dummy_value()
 
 
 @intrinsic
