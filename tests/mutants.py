@@ -1589,6 +1589,20 @@ MUTANTS = [
         "tests/zero/test_vertical.py -k over_ranks",
     ),
     Mutant(
+        "the second gradient of a parameter replaces the first in its bucket",
+        "integrations/zero/gradients.py",
+        "        if self._stage == 1 or i not in self._arrived[b]:",
+        "        if True:",
+        "tests/zero/test_vertical.py -k no_part",
+    ),
+    Mutant(
+        "a gradient that comes after its bucket stays behind",
+        "integrations/zero/gradients.py",
+        "        if self._again:\n            super().finish()",
+        "        if self._again:\n            pass",
+        "tests/zero/test_vertical.py -k no_part",
+    ),
+    Mutant(
         "sums of half precision are rounded each time",
         "integrations/zero/update_chunk.py",
         "self._held[parameter] = gradient.float()",

@@ -59,10 +59,18 @@ class Gradients(BackwardBuckets):
 
     @torch.no_grad()
     def _came(self, b: int, i: int) -> None:
-        if self.syncing and self._stage == 2 and b < self._next:  # after its bucket was sent
+        """Take a gradient; one that comes again in the same backward is added, or sent after all
+        others if its bucket has been sent."""
+        if self._stage == 1 or i not in self._arrived[b]:
+            super()._came(b, i)
+        elif b < self._next or not self.syncing:
             self._again = True
         else:
-            super()._came(b, i)
+            bucket, member = self.buckets[b], self.buckets[b].members[i]
+            gradient, member.parameter.grad = member.parameter.grad, None
+            assert bucket.buffer is not None
+            assert gradient is not None
+            member.view(bucket.buffer).add_(local(gradient))
 
     @torch.no_grad()
     def finish(self) -> None:

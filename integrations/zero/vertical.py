@@ -16,6 +16,7 @@ in which they were computed goes backward.
 import contextvars
 import copy
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -460,15 +461,15 @@ class Vertical:
     def _backward(self) -> None:
         """Go backward through the blocks, all micro-batches through one before the next."""
         left = self._calls
+        waiting = Counter(call.unit for calls in left for call in calls)
         while any(left):
             unit = max(left, key=len)[-1].unit
             with self._streamed.staying(unit):
                 for calls in left:
                     if calls and calls[-1].unit is unit:
-                        call = calls.pop()
-                        more = any(one.unit is unit for every in left for one in every)
-                        with self._streamed.holding_gradients(more):
-                            self._backward_of(call)
+                        waiting[unit] -= 1
+                        with self._streamed.holding_gradients(waiting[unit] > 0):
+                            self._backward_of(calls.pop())
 
     def _backward_of(self, call: BlockCall) -> None:
         name = self._names[call.unit.module]

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -391,19 +392,20 @@ def test_errors_end_all_micro_batches_and_leave_nothing_behind(store):
 # ---------------------------------------------------------------- ranks
 
 
-def over_ranks(folder, steps):
-    rank, net, losses = dist.get_rank(), untied(), []
+def over_ranks(folder, steps, make):
+    rank, net, losses = dist.get_rank(), make(), []
     with open_store(f"{folder}/{rank}", host="2MiB") as store:
         streamed = commpress.stream(net, store=store, chunk_mb=0.04)
         optimizer = offloaded(net, store)
         for step in range(steps):
             losses.append(accumulated(streamed, net, step, rank=rank))
             optimizer.step()
+        assert all(p.grad is None for p in net.parameters())
         return streamed.state_dict(), losses
 
 
-def with_ddp(steps):
-    rank, net, losses = dist.get_rank(), untied(), []
+def with_ddp(steps, make):
+    rank, net, losses = dist.get_rank(), make(), []
     ddp = DistributedDataParallel(net, find_unused_parameters=True)
     commpress.compress(ddp, "none")
     optimizer = torch.optim.AdamW(groups(net), **OPTIONS)
@@ -422,9 +424,45 @@ def with_ddp(steps):
 
 @pytest.mark.parametrize("ranks", first(1, [2, 3]))
 def test_over_ranks_equals_ddp(pool, tmp_path, ranks):
-    found = pool.run(over_ranks, str(tmp_path), 4, size=ranks)
-    wanted = pool.run(with_ddp, 4, size=ranks)
+    found = pool.run(over_ranks, str(tmp_path), 4, untied, size=ranks)
+    wanted = pool.run(with_ddp, 4, untied, size=ranks)
     for (state, losses), (other, others) in zip(found, wanted, strict=True):
         assert losses == others
         for name, value in other.items():
             assert torch.equal(state[name], value), name
+
+
+class Twice(nn.Module):
+    """A weight that gets gradients before and after its bucket is sent, from blocks and between
+    them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.layers[2].weight = self.first.weight
+        self.last = nn.Linear(WIDTH, WORDS)
+        self.tokens = nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, ids):
+        x = self.first(self.tokens(ids).tanh())
+        for layer in self.layers:
+            x = layer(x.tanh()) + self.first(x).tanh()
+        return self.last(x)
+
+
+def seeded(kind):
+    torch.manual_seed(0)
+    return kind()
+
+
+@pytest.mark.parametrize("kind", [made, Twice])
+def test_over_ranks_no_part_of_a_gradient_is_lost(pool, tmp_path, kind):
+    """Of a weight with several uses, whose sums have another order."""
+    make = partial(seeded, kind)
+    found = pool.run(over_ranks, str(tmp_path), 2, make, size=2)
+    wanted = pool.run(with_ddp, 2, make, size=2)
+    for (state, losses), (other, others) in zip(found, wanted, strict=True):
+        assert losses == [pytest.approx(row, rel=1e-5) for row in others]
+        for name, value in other.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=2e-5, msg=name)
