@@ -23,6 +23,7 @@ import local_speed
 import loss
 import observe
 import optimizer
+import parking
 import pipeline
 import plan
 import powersgd
@@ -63,6 +64,7 @@ BENCHMARKS = (
     loss,
     observe,
     optimizer,
+    parking,
     pipeline,
     plan,
     powersgd,
