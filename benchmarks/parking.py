@@ -2,9 +2,10 @@
 
 A model and AdamW's moments, --state in all, are parked and return, --rounds times, in a process of
 its own for each place; other rounds move as many bytes alone, in turns with them.
-  RAM    buffers in host memory that stay for the next time. Beside it: two memcpy of the bytes. On
-         a machine without a GPU this takes the processor as the device, to measure the way; there
-         store="host" is refused, because it would free nothing
+  RAM    buffers in host memory that stay for the next time. Beside it: two memcpy of the bytes, one
+         of them into memory that is new, as the kernel zeroes what it gives back; "in place" is two
+         memcpy within memory that stays. On a machine without a GPU this takes the processor as the
+         device, to measure the way; there store="host" is refused, because it would free nothing
   disk   a folder, under --folder. Beside it: the bytes written past the page cache to one file, in
          order, --depth requests of 16 MiB at once, synced, and read again
 Medians. "resident" is what the process has in memory while its state is parked, less what it had
@@ -36,9 +37,8 @@ import commpress
 from commpress.cli import harness
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
-from commpress.integrations.zero.parked_state import digest_of
+from commpress.integrations.zero.parked_state import HUGE, advise, digest_of
 from commpress.integrations.zero.parking import Parked
-from commpress.tiered_mem import TieredStore
 from commpress.units import parse_bytes, show_bytes
 
 SLOWER, RESIDENT = 1.15, 0.05
@@ -55,6 +55,7 @@ class Measured:
     weights: float
     wake: float
     alone: float
+    in_place: float
     resident: float  # share of the state
     equal: bool
 
@@ -97,6 +98,7 @@ def cells_of(m: Measured) -> dict[str, str]:
         "wake, s": f"{m.wake:.2f}",
         "alone, s": f"{m.alone:.2f}",
         "against": f"{m.ratio:.3f}x",
+        "in place, s": f"{m.in_place:.2f}" if m.in_place else "",
         "resident": f"{m.resident:.1%}",
         "bits": "equal" if m.equal else "differ",
     }
@@ -131,7 +133,7 @@ def apart(place: str, options: argparse.Namespace, folder: str) -> Measured:
 
 def measure(place: str, options: argparse.Namespace, folder: str, parent: Connection) -> None:
     torch.set_num_threads(options.threads)
-    TieredStore.open(f"{folder}/first", engine="threads").close()  # loads what it needs
+    warm_up(f"{folder}/first")
     empty = resident()
     model, optimizer = made(parse_bytes(options.state))
     tensors = [p.data for p in model.parameters()]
@@ -139,11 +141,14 @@ def measure(place: str, options: argparse.Namespace, folder: str, parent: Connec
     nbytes = sum(t.nbytes for t in tensors)
     before = [digest(t) for t in tensors]
     if place == "RAM":
-        park = Parked(model, [optimizer], "host", ("cpu",))
-        alone: Callable[[], object] = Memory(nbytes)
+        park, memory = Parked(model, [optimizer], "host", ("cpu",)), Memory()
+        floors: list[Callable[[], object]] = [
+            partial(memory.copy, nbytes, new=True),
+            partial(memory.copy, nbytes, new=False),
+        ]
     else:
         park = commpress.parked(model, optimizer, store=f"{folder}/store")
-        alone = partial(file_alone, f"{folder}/alone", nbytes, options.depth)
+        floors = [partial(file_alone, f"{folder}/alone", nbytes, options.depth)]
     took: list[list[float]] = []
     share = 0.0
     for number in range(options.rounds + 1):
@@ -158,12 +163,26 @@ def measure(place: str, options: argparse.Namespace, folder: str, parent: Connec
         weights = perf_counter()
         park.settle()
         end = perf_counter()
-        alone()
-        took.append([parked - begin, weights - again, end - again, perf_counter() - end])
+        alone = [seconds_of(floor) for floor in floors]
+        took.append([parked - begin, weights - again, end - again, *alone])
         change(tensors, number + 1)
     equal = [digest(t) for t in tensors] == before
-    gone, weights, wake, floor = (median(each) for each in zip(*took[1:], strict=True))
-    parent.send(Measured(place, nbytes, gone, weights, wake, floor, share, equal))
+    gone, weights, wake, *alone = (median(each) for each in zip(*took[1:], strict=True))
+    floor, in_place = alone[0], alone[1] if alone[1:] else 0.0
+    parent.send(Measured(place, nbytes, gone, weights, wake, floor, in_place, share, equal))
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    begin = perf_counter()
+    call()
+    return perf_counter() - begin
+
+
+def warm_up(folder: str) -> None:
+    """Load the code that training and parking need."""
+    with commpress.parked(*made(12 * WIDTH * WIDTH), store=folder) as park:
+        pass
+    park.settle()
 
 
 def made(nbytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -189,19 +208,22 @@ def digest(tensor: torch.Tensor) -> int | None:
 
 
 class Memory:
-    """Two memcpy of ``nbytes``, through memory that is there already."""
+    """Memory that stays."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.one = torch.ones(min(nbytes, 1 << 30), dtype=torch.uint8)
+    def __init__(self) -> None:
+        self.one = torch.ones(1 << 30, dtype=torch.uint8)
         self.other = torch.ones_like(self.one)
-        self.times = 2 * nbytes / self.one.numel()
 
-    def __call__(self) -> None:
-        left = int(self.times * self.one.numel())
-        while left > 0:
-            some = min(left, self.one.numel())
-            self.other[:some].copy_(self.one[:some])
-            left -= some
+    def copy(self, nbytes: int, *, new: bool) -> None:
+        """Copy the bytes twice, the second time into ``new`` memory in huge pages or into the
+        same."""
+        for fresh in (False, new):
+            for at in range(0, nbytes, self.one.numel()):
+                some = min(nbytes - at, self.one.numel())
+                to = torch.empty(some, dtype=torch.uint8) if fresh else self.other[:some]
+                if fresh:
+                    advise(to.untyped_storage(), mmap.MADV_HUGEPAGE, HUGE)
+                to.copy_(self.one[:some])
 
 
 def file_alone(path: str, nbytes: int, depth: int) -> None:

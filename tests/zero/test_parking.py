@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 from commpress.errors import Damaged, DirectoryRefused, DiskFull, InvalidArgument, StateMismatch
+from commpress.integrations.zero.parked_state import StateStorage
 from commpress.integrations.zero.parking import Parked
 from commpress.tiered_mem import TieredStore
 from parked_run import LM, Halves, advance, made
 from small_store import open_store
+from variants import first
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -375,6 +378,24 @@ def test_host_memory_serves_as_a_place(tmp_path):
         buffers = addresses
 
 
+def test_storages_of_a_device_are_resized(tmp_path, monkeypatch):
+    """With the processor as the device."""
+    monkeypatch.setattr(StateStorage, "on_cpu", False)
+    monkeypatch.setattr(Parked, "_streams", lambda park: nullcontext())
+    twin, plain = made(parts=[0])
+    model, optimizer = made(parts=[0])
+    park = commpress.parked(model, optimizer, store=tmp_path / "park")
+    for step in range(3):
+        advance(twin, plain, step)
+        advance(model, optimizer, step)
+        every = [*model.parameters(), *(p.grad for p in model.parameters())]
+        numbers = [(id(t), t.untyped_storage()._cdata) for t in every]
+        with park:
+            assert all(t.untyped_storage().nbytes() == 0 for t in every)
+        assert numbers == [(id(t), t.untyped_storage()._cdata) for t in every]
+        equal(state_of(model, optimizer), state_of(twin, plain))
+
+
 def test_schedules_are_saved_and_stay(tmp_path):
     model, optimizer = made(parts=[0])
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
@@ -454,16 +475,17 @@ def test_a_process_killed_while_parked_leaves_a_checkpoint(tmp_path):
         advance(model, optimizer, step)
 
 
-def test_a_kill_at_any_moment_leaves_a_checkpoint_or_none(tmp_path):
+@pytest.mark.parametrize("kills", first(1, [4, 30]))
+def test_a_kill_at_any_moment_leaves_a_checkpoint(tmp_path, kills):
     """Never parts of two: every parked state has one number in all its tensors."""
     found = set()
-    for i in range(12):
+    for i in range(kills):
         folder = tmp_path / str(i)
         process = run("numbers", folder)
         for line in process.stdout:
             if line.startswith("parked 1"):
                 break
-        time.sleep(0.011 * i)
+        time.sleep(0.4 / kills * i)
         process.send_signal(signal.SIGKILL)
         process.wait()
         model, optimizer = made(parts=[0])
@@ -473,7 +495,7 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_or_none(tmp_path):
         values = {float(v) for t in tensors for v in t.flatten().unique()}
         assert len(values) == 1
         found |= values
-    assert len(found) > 2
+    assert len(found) > 1
 
 
 def test_the_first_parking_leaves_nothing_if_it_is_killed(tmp_path):
