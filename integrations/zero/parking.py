@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from commpress.collectives.state import Stateful
-from commpress.errors import Damaged, InvalidArgument, StateMismatch
+from commpress.errors import Damaged, InvalidArgument, StateMismatch, StorageError
 from commpress.integrations.zero.parked_state import (
     HostShelf,
     ParkedIndex,
@@ -270,13 +270,14 @@ class Parked:
                 shelf.read(name, piece)
                 if i + AHEAD < len(pieces):
                     shelf.ahead(pieces[i + AHEAD][0])
-        except Damaged as error:
+        except StorageError as error:
+            damage = error if isinstance(error, Damaged) else Damaged("")
             raise Damaged(
                 f"training state cannot return: {error}. Its tensors are without values: start "
                 "again from an earlier checkpoint",
-                names=error.names,
-                file=error.file,
-                offset=error.offset,
+                names=damage.names,
+                file=damage.file,
+                offset=damage.offset,
             ) from error
 
     def _return_rest(self, storages: Sequence[StateStorage], streams: Streams) -> None:
