@@ -14,7 +14,7 @@ import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -148,12 +148,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def taken(place: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor; refuse tensors whose memory cannot be freed."""
     part = local(tensor)
-    name = str(part.dtype).removeprefix("torch.")
     if (
         type(part) not in (torch.Tensor, nn.Parameter, nn.Buffer)
         or part.layout != torch.strided
         or part.device.type not in ("cpu", "cuda")
-        or name not in DTYPES
+        or dtype_of(part) not in DTYPES
         or part.is_conj()
         or part.is_neg()
     ):
@@ -176,6 +175,10 @@ def taken(place: str, tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def dtype_of(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 class TrainingState:
     """The state of a model and of others, optimizers among them: named tensors and the storages
     that contain them."""
@@ -186,23 +189,19 @@ class TrainingState:
         self._storages: dict[int, StateStorage] = {}
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         buffers = dict(plain(model).named_buffers())
-        for kind, named in (
-            ("parameters", parameters),
-            ("gradients", gradients),
-            ("buffers", buffers),
-        ):
-            for name, tensor in named.items():
+        named = {"parameters": parameters, "gradients": gradients, "buffers": buffers}
+        for kind, each in named.items():
+            for name, tensor in each.items():
                 part = self.tensors[f"{kind}/{name}"] = taken(name, tensor)
                 self._add(f"{kind}/{name}", part, lasting=True, first=True)
         self.outline = outline_of([o.state_dict() for o in others], "state", self.tensors, taken)
         for name, tensor in self.tensors.items():
             self._add(name, tensor)
-        for i, other in enumerate(others):
-            state = other.state if isinstance(other, torch.optim.Optimizer) else ()
-            entries = list(state.values()) if state else []
-            for j, tensor in enumerate(tensors_in(entries)):
-                name = f"unsaved/{i}/{j}"
-                self._add(name, taken(name, tensor), lasting=True)
+        states = [o.state for o in others if isinstance(o, torch.optim.Optimizer)]
+        for i, tensor in enumerate(tensors_in([list(state.values()) for state in states])):
+            self._add(
+                f"unsaved/{i}", taken(f"a tensor of optimizer.state, {i}", tensor), lasting=True
+            )
         self._find_masters()
 
     @property
@@ -240,24 +239,19 @@ class TrainingState:
                     break
 
     def index(self, piece: int) -> bytes:
-        entries = {
+        tensors = {
             name: [
                 self.storage_of(t).name,
-                str(t.dtype).removeprefix("torch."),
+                dtype_of(t),
                 int(t.storage_offset()),
-                list(t.shape),
-                list(t.stride()),
+                t.shape,
+                t.stride(),
             ]
             for name, t in self.tensors.items()
         }
         storages = {s.name: [s.nbytes, s.master, s.digests] for s in self.storages}
-        document = {
-            "format": FORMAT,
-            "piece": piece,
-            "outline": self.outline,
-            "tensors": entries,
-            "storages": storages,
-        }
+        document = {"format": FORMAT, "piece": piece, "outline": self.outline}
+        document |= {"tensors": tensors, "storages": storages}
         return json.dumps(document, separators=(",", ":")).encode()
 
 
@@ -278,26 +272,6 @@ def rounds_to(master: torch.Tensor, half: torch.Tensor) -> bool:
 # ---------------------------------------------------------------- where it goes
 
 
-class Shelf(Protocol):
-    """A place for pieces."""
-
-    piece: int  # bytes
-
-    def digests(self) -> dict[str, int]: ...
-
-    def holds(self, name: str, nbytes: int) -> bool: ...
-
-    def put(self, name: str, values: torch.Tensor) -> None: ...
-
-    def read(self, name: str, into: torch.Tensor) -> None: ...
-
-    def ahead(self, name: str) -> None: ...
-
-    def commit(self, names: Iterable[str], index: bytes) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class HostShelf(HostBuffers):
     """Host memory, pinned for a CUDA device, which is used again the next time."""
 
@@ -305,9 +279,6 @@ class HostShelf(HostBuffers):
 
     def digests(self) -> dict[str, int]:
         return {}
-
-    def holds(self, name: str, nbytes: int) -> bool:
-        return False
 
     def ahead(self, name: str) -> None:
         pass
@@ -340,9 +311,6 @@ class StoreShelf:
         finally:
             self.store.delete(INDEX)
 
-    def holds(self, name: str, nbytes: int) -> bool:
-        return name in self.store and self.store.info(name).nbytes == nbytes
-
     def put(self, name: str, values: torch.Tensor) -> None:
         self.store.put(name, values)
         if values.nbytes >= self.store.pack_below:
@@ -370,6 +338,9 @@ class StoreShelf:
     def close(self) -> None:
         if self._own:
             self.store.close()
+
+
+Shelf = HostShelf | StoreShelf
 
 
 def digest_of(piece: torch.Tensor) -> int | None:
