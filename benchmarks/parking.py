@@ -2,8 +2,8 @@
 
 A model and AdamW's moments, --state in all, are parked and return, --rounds times, in a process of
 its own for each place; other rounds move as many bytes alone, in turns with them.
-  RAM    buffers in host memory that stay for the next time. Beside it: two memcpy of the bytes, one
-         of them into memory that is new, as the kernel zeroes what it gives back; "in place" is two
+  RAM    buffers in host memory that stay for the next time. Beside it: two memcpy of the bytes, the
+         second into memory that was given back to the kernel, which zeroes it; "in place" is two
          memcpy within memory that stays. On a machine without a GPU this takes the processor as the
          device, to measure the way; there store="host" is refused, because it would free nothing
   disk   a folder, under --folder. Beside it: the bytes written past the page cache to one file, in
@@ -44,7 +44,6 @@ from commpress.units import parse_bytes, show_bytes
 SLOWER, RESIDENT = 1.15, 0.05
 PLACES = ("RAM", "disk")
 PIECE = 16 << 20
-WIDTH = 2048
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,7 @@ class Measured:
 
 def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--state SIZE", str, "4GiB", "parameters and moments")
+    option(parser, "--width N", int, 2048, "matrices have N x 4N elements")
     option(parser, "--rounds N", int, 3, "of each, after one that does not count")
     option(parser, "--threads N", int, 2)
     option(parser, "--depth N", int, 4, "requests at once of the disk alone")
@@ -78,10 +78,12 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if min(options.rounds, options.threads, options.depth) < 1:
-        raise InvalidArgument("--rounds, --threads and --depth must be at least 1")
-    if parse_bytes(options.state) < 12 * WIDTH * WIDTH:
-        raise InvalidArgument(f"--state is {options.state}, expected at least 48MiB")
+    if min(options.rounds, options.threads, options.depth, options.width) < 1:
+        raise InvalidArgument("--rounds, --threads, --depth and --width must be at least 1")
+    if parse_bytes(options.state) < (least := 48 * options.width**2):
+        raise InvalidArgument(
+            f"--state is {options.state}, expected at least one matrix: {show_bytes(least)}"
+        )
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         measured = [apart(place, options, folder) for place in PLACES]
     title = f"{show_bytes(measured[0].state)} of training state, {options.threads} thread(s)"
@@ -135,7 +137,7 @@ def measure(place: str, options: argparse.Namespace, folder: str, parent: Connec
     torch.set_num_threads(options.threads)
     warm_up(f"{folder}/first")
     empty = resident()
-    model, optimizer = made(parse_bytes(options.state))
+    model, optimizer = made(parse_bytes(options.state), options.width)
     tensors = [p.data for p in model.parameters()]
     tensors += [t for state in optimizer.state.values() for t in state.values()]
     nbytes = sum(t.nbytes for t in tensors)
@@ -180,15 +182,15 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 def warm_up(folder: str) -> None:
     """Load the code that training and parking need."""
-    with commpress.parked(*made(12 * WIDTH * WIDTH), store=folder) as park:
+    with commpress.parked(*made(48 * 64**2, 64), store=folder) as park:
         pass
     park.settle()
 
 
-def made(nbytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def made(nbytes: int, width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model and AdamW after a step: 12 bytes a parameter."""
-    layers = nbytes // (12 * WIDTH * WIDTH)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+    layers = nbytes // (48 * width**2)
+    model = nn.Sequential(*(nn.Linear(width, 4 * width, bias=False) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
@@ -215,15 +217,14 @@ class Memory:
         self.other = torch.ones_like(self.one)
 
     def copy(self, nbytes: int, *, new: bool) -> None:
-        """Copy the bytes twice, the second time into ``new`` memory in huge pages or into the
-        same."""
-        for fresh in (False, new):
+        """Copy the bytes twice, the second time to where no memory is if it shall be ``new``."""
+        for empty in (False, new):
             for at in range(0, nbytes, self.one.numel()):
+                if empty:
+                    advise(self.other.untyped_storage(), mmap.MADV_DONTNEED, mmap.PAGESIZE)
+                    advise(self.other.untyped_storage(), mmap.MADV_HUGEPAGE, HUGE)
                 some = min(nbytes - at, self.one.numel())
-                to = torch.empty(some, dtype=torch.uint8) if fresh else self.other[:some]
-                if fresh:
-                    advise(to.untyped_storage(), mmap.MADV_HUGEPAGE, HUGE)
-                to.copy_(self.one[:some])
+                self.other[:some].copy_(self.one[:some])
 
 
 def file_alone(path: str, nbytes: int, depth: int) -> None:

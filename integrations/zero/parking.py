@@ -146,8 +146,8 @@ class Parked:
             )
         self.settle()
         for module in self._model.modules():
-            if callable(reshard := getattr(module, "reshard", None)):  # of FSDP2
-                reshard()
+            if any(each.__name__ == "FSDPModule" for each in type(module).__mro__):
+                module.reshard()  # type: ignore[operator]
         state = TrainingState(self._model, self._others)
         shelf = self._open(sum(s.nbytes for s in state.storages))
         try:
@@ -205,6 +205,7 @@ class Parked:
             _AWAY.add(module)
             self._hooks.append(module.register_forward_pre_hook(self._check))
             self._hooks.append(module.register_state_dict_pre_hook(self._check))
+            self._hooks.append(module.register_load_state_dict_pre_hook(self._check))
         for other in self._others:
             if isinstance(other, torch.optim.Optimizer):
                 optimizer: Any = other
@@ -360,7 +361,7 @@ def load_parked(model: nn.Module, *others: Any, store: Where) -> None:
     is refused before anything is changed."""
     _check_model(model)
     if not isinstance(store, TieredStore):
-        with TieredStore.open(store, host=LEAST, engine="threads") as opened:
+        with TieredStore.open(store, host=MOST, engine="threads") as opened:
             return load_parked(model, *others, store=opened)
     objects = list(map(_inner, others))
     index = ParkedIndex(store)

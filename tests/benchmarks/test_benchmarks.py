@@ -217,7 +217,7 @@ def test_saved_tensors_in_a_store_train_the_same_bits(tmp_path):
 
 @pytest.mark.slow
 def test_parking_is_held_against_moving_the_bytes_alone(tmp_path):
-    rows = run("parking --state 64MiB --rounds 1 --threads 1", tmp_path)["rows"]
+    rows = run("parking --state 64MiB --width 512 --rounds 1 --threads 1", tmp_path)["rows"]
     assert [row["place"] for row in rows] == ["RAM", "disk"]
     assert all(row["equal"] and row["park"] > 0 < row["alone"] for row in rows)
 

@@ -239,6 +239,7 @@ def test_while_parked_model_and_optimizer_are_refused(tmp_path):
             lambda: model(torch.zeros(1, 8, dtype=torch.int64)),
             lambda: model.body[0](torch.zeros(1, 64)),
             lambda: model.state_dict(),
+            lambda: model.load_state_dict({}),
             lambda: model.body.state_dict(),
             lambda: optimizer.step(),
             lambda: optimizer.state_dict(),
