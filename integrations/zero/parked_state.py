@@ -75,7 +75,7 @@ class StateStorage:
 
     @property
     def pinned(self) -> bool:
-        """Whether CUDA may use the memory by its physical address."""
+        """Return whether CUDA may use the memory by its physical address."""
         return self.on_cpu and torch.cuda.is_initialized() and self.bytes().is_pinned()
 
     def bytes(self) -> torch.Tensor:
