@@ -427,6 +427,12 @@ def _check_other(i: int, other: Any) -> None:
             f"others[{i}] is LocalUpdates, whose rounds change weights in the background: training "
             "with it cannot be parked"
         )
+    if isinstance(other, Stateful) and any(local(p).is_cuda for p in parameters_in(other)):
+        raise InvalidArgument(
+            f"others[{i}] is a {type(other).__name__} on a CUDA device, whose kernels keep "
+            "addresses, and memory of a device returns at others: park an optimizer of torch, or "
+            "the model alone"
+        )
     if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
         raise InvalidArgument(
             f"others[{i}] is {other!r:.100}, expected an optimizer or another object with "
