@@ -2,10 +2,9 @@
 
 A model and AdamW's moments, --state in all, are parked and return, --rounds times, in a process of
 its own for each place; other rounds move as many bytes alone, in turns with them.
-  RAM    buffers in host memory that stay for the next time. Beside it: two memcpy of the bytes, the
-         second into memory that was given back to the kernel, which zeroes it; "in place" is two
-         memcpy within memory that stays. On a machine without a GPU this takes the processor as the
-         device, to measure the way; there store="host" is refused, because it would free nothing
+  RAM    the way of store="host", with the processor in place of a GPU: bytes are copied to buffers
+         in host memory, and back. Beside it: two memcpy of the bytes. Nothing is freed in between,
+         as an allocator on a GPU has its memory again without the kernel, which would zero it
   disk   a folder, under --folder. Beside it: the bytes written past the page cache to one file, in
          order, --depth requests of 16 MiB at once, synced, and read again
 Medians. "resident" is what the process has in memory while its state is parked, less what it had
@@ -37,7 +36,7 @@ import commpress
 from commpress.cli import harness
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
-from commpress.integrations.zero.parked_state import HUGE, advise, digest_of
+from commpress.integrations.zero.parked_state import digest_of
 from commpress.integrations.zero.parking import Parked
 from commpress.units import parse_bytes, show_bytes
 
@@ -54,7 +53,6 @@ class Measured:
     weights: float
     wake: float
     alone: float
-    in_place: float
     resident: float  # share of the state
     equal: bool
 
@@ -100,8 +98,7 @@ def cells_of(m: Measured) -> dict[str, str]:
         "wake, s": f"{m.wake:.2f}",
         "alone, s": f"{m.alone:.2f}",
         "against": f"{m.ratio:.3f}x",
-        "in place, s": f"{m.in_place:.2f}" if m.in_place else "",
-        "resident": f"{m.resident:.1%}",
+        "resident": f"{m.resident:.1%}" if m.place == "disk" else "",
         "bits": "equal" if m.equal else "differ",
     }
 
@@ -143,14 +140,13 @@ def measure(place: str, options: argparse.Namespace, folder: str, parent: Connec
     nbytes = sum(t.nbytes for t in tensors)
     before = [digest(t) for t in tensors]
     if place == "RAM":
-        park, memory = Parked(model, [optimizer], "host", ("cpu",)), Memory()
-        floors: list[Callable[[], object]] = [
-            partial(memory.copy, nbytes, new=True),
-            partial(memory.copy, nbytes, new=False),
-        ]
+        park: Parked = Copied(model, [optimizer], "host", ("cpu",))
+        alone: Callable[[], None] = partial(
+            copy_alone, torch.ones(2, 1 << 30, dtype=torch.uint8), nbytes
+        )
     else:
         park = commpress.parked(model, optimizer, store=f"{folder}/store")
-        floors = [partial(file_alone, f"{folder}/alone", nbytes, options.depth)]
+        alone = partial(file_alone, f"{folder}/alone", nbytes, options.depth)
     took: list[list[float]] = []
     share = 0.0
     for number in range(options.rounds + 1):
@@ -165,19 +161,12 @@ def measure(place: str, options: argparse.Namespace, folder: str, parent: Connec
         weights = perf_counter()
         park.settle()
         end = perf_counter()
-        alone = [seconds_of(floor) for floor in floors]
-        took.append([parked - begin, weights - again, end - again, *alone])
+        alone()
+        took.append([parked - begin, weights - again, end - again, perf_counter() - end])
         change(tensors, number + 1)
     equal = [digest(t) for t in tensors] == before
-    gone, weights, wake, *alone = (median(each) for each in zip(*took[1:], strict=True))
-    floor, in_place = alone[0], alone[1] if alone[1:] else 0.0
-    parent.send(Measured(place, nbytes, gone, weights, wake, floor, in_place, share, equal))
-
-
-def seconds_of(call: Callable[[], object]) -> float:
-    begin = perf_counter()
-    call()
-    return perf_counter() - begin
+    gone, weights, wake, floor = (median(each) for each in zip(*took[1:], strict=True))
+    parent.send(Measured(place, nbytes, gone, weights, wake, floor, share, equal))
 
 
 def warm_up(folder: str) -> None:
@@ -209,22 +198,20 @@ def digest(tensor: torch.Tensor) -> int | None:
     return digest_of(tensor.view(-1).view(torch.uint8)) if tensor.dim() else int(tensor)
 
 
-class Memory:
-    """Memory that stays."""
+class Copied(Parked):
+    """Parking that frees nothing."""
 
-    def __init__(self) -> None:
-        self.one = torch.ones(1 << 30, dtype=torch.uint8)
-        self.other = torch.ones_like(self.one)
+    def _free(self) -> None:
+        pass
 
-    def copy(self, nbytes: int, *, new: bool) -> None:
-        """Copy the bytes twice, the second time to where no memory is if it shall be ``new``."""
-        for empty in (False, new):
-            for at in range(0, nbytes, self.one.numel()):
-                if empty:
-                    advise(self.other.untyped_storage(), mmap.MADV_DONTNEED, mmap.PAGESIZE)
-                    advise(self.other.untyped_storage(), mmap.MADV_HUGEPAGE, HUGE)
-                some = min(nbytes - at, self.one.numel())
-                self.other[:some].copy_(self.one[:some])
+
+def copy_alone(memory: torch.Tensor, nbytes: int) -> None:
+    """Copy the bytes twice."""
+    one, other = memory
+    for _ in range(2):
+        for at in range(0, nbytes, one.numel()):
+            some = min(nbytes - at, one.numel())
+            other[:some].copy_(one[:some])
 
 
 def file_alone(path: str, nbytes: int, depth: int) -> None:
