@@ -24,6 +24,7 @@ import loss
 import micro_batches
 import observe
 import optimizer
+import parking
 import pipeline
 import plan
 import powersgd
@@ -66,6 +67,7 @@ BENCHMARKS = (
     micro_batches,
     observe,
     optimizer,
+    parking,
     pipeline,
     plan,
     powersgd,

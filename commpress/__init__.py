@@ -23,6 +23,8 @@ _HOMES = {
     "Partitioned": "commpress.integrations.zero.partitioned",
     "Offloaded": "commpress.integrations.zero.offloaded",
     "activations": "commpress.integrations.zero.activation_tier",
+    "parked": "commpress.integrations.zero.parking",
+    "load_parked": "commpress.integrations.zero.parking",
     "stream": "commpress.integrations.zero.streamed",
     "tile": "commpress.integrations.zero.tiling",
     "compress_fsdp": "commpress.integrations.fsdp.fsdp2",
@@ -134,6 +136,7 @@ if TYPE_CHECKING:
     from commpress.integrations.trainers.launch import init_process_group
     from commpress.integrations.zero.activation_tier import activations
     from commpress.integrations.zero.offloaded import Offloaded
+    from commpress.integrations.zero.parking import load_parked, parked
     from commpress.integrations.zero.partitioned import Partitioned
     from commpress.integrations.zero.safetensors_file import load_safetensors, save_safetensors
     from commpress.integrations.zero.streamed import stream
@@ -188,6 +191,8 @@ __all__ = [
     "Partitioned",
     "Offloaded",
     "activations",
+    "parked",
+    "load_parked",
     "stream",
     "tile",
     "ZeroOneAdam",

@@ -8,6 +8,7 @@ from commpress.lazy import lazily
 if TYPE_CHECKING:
     from commpress.integrations.zero.activation_tier import Activations, activations
     from commpress.integrations.zero.offloaded import Offloaded
+    from commpress.integrations.zero.parking import Parked, load_parked, parked
     from commpress.integrations.zero.partitioned import Partitioned
     from commpress.integrations.zero.safetensors_file import load_safetensors, save_safetensors
     from commpress.integrations.zero.streamed import Streamed, stream
@@ -16,10 +17,13 @@ if TYPE_CHECKING:
 __all__ = [
     "Activations",
     "Offloaded",
+    "Parked",
     "Partitioned",
     "Streamed",
     "activations",
+    "load_parked",
     "load_safetensors",
+    "parked",
     "save_safetensors",
     "stream",
     "tile",
@@ -29,6 +33,7 @@ __getattr__ = lazily(
     {
         "activation_tier": ("Activations", "activations"),
         "offloaded": ("Offloaded",),
+        "parking": ("Parked", "load_parked", "parked"),
         "partitioned": ("Partitioned",),
         "safetensors_file": ("load_safetensors", "save_safetensors"),
         "streamed": ("Streamed", "stream"),

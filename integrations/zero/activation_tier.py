@@ -54,7 +54,9 @@ class HostBuffers:
         self.buffers: dict[str, torch.Tensor] = {}
 
     def put(self, name: str, values: torch.Tensor) -> None:
-        buffer = torch.empty(values.numel(), dtype=values.dtype, pin_memory=values.is_cuda)
+        buffer = self.buffers.get(name)
+        if buffer is None or buffer.numel() != values.numel():
+            buffer = torch.empty(values.numel(), dtype=values.dtype, pin_memory=values.is_cuda)
         self.buffers[name] = buffer.copy_(values)
 
     def read(self, name: str, into: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ is JSON in the file's metadata.
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -271,7 +271,7 @@ def save_safetensors(state: Mapping[Any, Any], path: str | os.PathLike[str]) -> 
     Every rank writes its own. A file gets its name when it is complete.
     """
     tensors: dict[str, torch.Tensor] = {}
-    outline = json.dumps(_outline(state, "", tensors), separators=(",", ":"))
+    outline = json.dumps(outline_of(state, "", tensors), separators=(",", ":"))
     with Writer(path, tensors, {OUTLINE: outline}) as writer:
         for name, tensor in tensors.items():
             writer.write(name, tensor)
@@ -297,7 +297,7 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[Any, Any]:
             )
         tensors = {name: reader.read(name) for name in names}
     try:
-        state = _state(json.loads(outline), tensors)
+        state = state_of(json.loads(outline), tensors)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise StateMismatch(f"the metadata of {path} do not describe a state: {error!r}") from error
     if not isinstance(state, dict):
@@ -305,22 +305,18 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[Any, Any]:
     return state
 
 
-def _outline(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Convert ``value`` to JSON, and add its tensors to ``tensors``."""
+def outline_of(
+    value: Any,
+    place: str,
+    tensors: dict[str, torch.Tensor],
+    take: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+) -> Any:
+    """Convert ``value`` to JSON, and add its tensors to ``tensors``, as ``take`` returns them."""
     if isinstance(value, torch.Tensor):
-        if (
-            type(value) not in (torch.Tensor, torch.nn.Parameter)
-            or value.is_sparse
-            or value.is_meta
-        ):
-            raise InvalidArgument(
-                f"{place} is a {type(value).__name__} on {value.device}, expected a dense one in "
-                "memory"
-            )
         name = place or "tensor"
         while name in tensors:
             name += "'"
-        tensors[name] = value
+        tensors[name] = (take or _dense)(place, value)
         return {"tensor": name}
     if isinstance(value, Mapping):
         if odd := [key for key in value if type(key) not in (str, int)]:
@@ -329,11 +325,16 @@ def _outline(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
             )
         under = f"{place}/" if place else ""
         return {
-            "dict": [[key, _outline(each, f"{under}{key}", tensors)] for key, each in value.items()]
+            "dict": [
+                [key, outline_of(each, f"{under}{key}", tensors, take)]
+                for key, each in value.items()
+            ]
         }
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [_outline(each, f"{place}/{i}", tensors) for i, each in enumerate(value)]}
+        return {
+            kind: [outline_of(each, f"{place}/{i}", tensors, take) for i, each in enumerate(value)]
+        }
     if isinstance(value, Plain):
         return value
     raise InvalidArgument(
@@ -342,16 +343,26 @@ def _outline(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
-def _state(outline: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _dense(place: str, value: torch.Tensor) -> torch.Tensor:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_sparse or value.is_meta:
+        raise InvalidArgument(
+            f"{place} is a {type(value).__name__} on {value.device}, expected a dense one in memory"
+        )
+    return value
+
+
+def state_of(outline: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return what ``outline_of`` converted; raise ``ValueError`` or ``KeyError`` for anything
+    else."""
     match outline:
         case {"tensor": str(name)}:
             return tensors[name]
         case {"dict": list(pairs)}:
-            return {key: _state(each, tensors) for key, each in pairs}
+            return {key: state_of(each, tensors) for key, each in pairs}
         case {"list": list(parts)}:
-            return [_state(each, tensors) for each in parts]
+            return [state_of(each, tensors) for each in parts]
         case {"tuple": list(parts)}:
-            return tuple(_state(each, tensors) for each in parts)
+            return tuple(state_of(each, tensors) for each in parts)
         case str() | int() | float() | None:
             return outline
     raise ValueError(f"{outline!r} is neither a tensor, a collection nor a value")

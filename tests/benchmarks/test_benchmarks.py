@@ -224,6 +224,13 @@ def test_micro_batches_together_train_the_same_bits(tmp_path):
 
 
 @pytest.mark.slow
+def test_parking_is_held_against_moving_the_bytes_alone(tmp_path):
+    rows = run("parking --state 64MiB --width 512 --rounds 1 --threads 1", tmp_path)["rows"]
+    assert [row["place"] for row in rows] == ["RAM", "disk"]
+    assert all(row["equal"] and row["park"] > 0 < row["alone"] for row in rows)
+
+
+@pytest.mark.slow
 def test_a_plan_is_held_against_measurements(tmp_path, capsys):
     content = run(f"plan --ranks 2 --rounds 1 --steps 1 {SMALL} --ways bf16,sign", tmp_path)
     assert [row["way"] for row in content["rows"]] == ["plain", "bf16", "sign"]
