@@ -1416,8 +1416,8 @@ MUTANTS = [
     Mutant(
         "what ranks owe is added up, not averaged",
         "collectives/residual_state.py",
-        "totals[_key(text)] = torch.stack(parts).mean(0)",
-        "totals[_key(text)] = torch.stack(parts).sum(0)",
+        "totals[key_of(text)] = torch.stack(parts).mean(0)",
+        "totals[key_of(text)] = torch.stack(parts).sum(0)",
         "tests/state/test_laws.py -k another_number",
     ),
     Mutant(
@@ -1577,7 +1577,7 @@ MUTANTS = [
     Mutant(
         "every micro-batch moves its gradients",
         "integrations/zero/vertical.py",
-        "                        with self._streamed.holding_gradients(more):",
+        "                        with self._streamed.holding_gradients(waiting[unit] > 0):",
         "                        with self._streamed.holding_gradients(False):",
         "tests/zero/test_vertical.py -k read_twice",
     ),
