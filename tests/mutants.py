@@ -1589,6 +1589,20 @@ MUTANTS = [
         "tests/zero/test_vertical.py -k over_ranks",
     ),
     Mutant(
+        "running statistics count each micro-batch twice",
+        "integrations/zero/vertical.py",
+        "                    buffer.copy_(value)",
+        "                    pass",
+        "tests/zero/test_vertical.py -k running_statistics",
+    ),
+    Mutant(
+        "autocast keeps a copy of every block's weights",
+        "integrations/zero/vertical.py",
+        "        torch.set_autocast_cache_enabled(False)\n",
+        "",
+        "tests/zero/test_vertical.py -k autocast",
+    ),
+    Mutant(
         "the second gradient of a parameter replaces the first in its bucket",
         "integrations/zero/gradients.py",
         "        if self._stage == 1 or i not in self._arrived[b]:",

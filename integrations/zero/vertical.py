@@ -18,7 +18,7 @@ import copy
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -229,6 +229,7 @@ class BlockCall:
     inputs: list[Input]
     random: list[torch.Tensor]
     autocast: list[tuple[str, bool, torch.dtype]]
+    caches: bool  # whether autocast keeps copies
     given: list[int] = field(default_factory=list)  # tensors in the arguments, by address
     norms: list[torch.Tensor] = field(default_factory=list)
     gradients: list[torch.Tensor | None] = field(default_factory=list)  # of results
@@ -414,6 +415,7 @@ class Vertical:
             [Input(one, self._tier) for one in tensors],
             self._turns.random(),
             self._casts(),
+            torch.is_autocast_cache_enabled(),
         )
         arguments = mapped(
             arguments,
@@ -423,6 +425,8 @@ class Vertical:
         call.given = [one.data_ptr() for one in reachable(arguments)]
         self._open[number].append(call)
         NOTHING_SAVED.__enter__()
+        # autocast would keep a copy of each weight to the end of its context
+        torch.set_autocast_cache_enabled(False)
         return arguments
 
     def _computed(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
@@ -434,6 +438,7 @@ class Vertical:
         if call is None:
             return None
         NOTHING_SAVED.__exit__()
+        torch.set_autocast_cache_enabled(call.caches)
         results = trained_results(result)
         if not results:  # the block is frozen, or has failed
             return None
@@ -476,10 +481,11 @@ class Vertical:
         if any(gradient is not None for gradient in call.gradients):
             leaves = [one.take(name) for one in call.inputs]
             args, kwargs = mapped(call.arguments, Hole, lambda hole: leaves[hole.number])
-            before = self._turns.random()
+            module, before = call.unit.module, self._turns.random()
+            buffers = [(each, each.clone()) for each in module.buffers()]
             self._turns.set_random(call.random)
             with torch.enable_grad(), casting(call.autocast):
-                results = trained_results(call.unit.module(*args, **kwargs))
+                results = trained_results(module(*args, **kwargs))
             self._turns.set_random(before)
             self._check(name, call, results)
             pairs = [
@@ -488,6 +494,9 @@ class Vertical:
                 if given is not None
             ]
             torch.autograd.backward([one for one, _ in pairs], [given for _, given in pairs])
+            for buffer, value in buffers:  # running statistics count a batch once
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
             for one, leaf in zip(call.inputs, leaves, strict=True):
                 if one.edge is not None and leaf.grad is not None:
                     wanted = self._wanted[one.edge.node, one.edge.output_nr]
@@ -544,13 +553,13 @@ CURE = (
 
 @contextmanager
 def casting(states: Iterable[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
-    """Set autocast for each kind of device."""
+    """Set autocast for each kind of device, without copies of weights that outlive an
+    operation."""
     with ExitStack() as stack:
         for kind, enabled, dtype in states:
-            on = enabled or torch.is_autocast_enabled(kind)
-            stack.enter_context(
-                torch.autocast(kind, dtype=dtype, enabled=enabled) if on else nullcontext()
-            )
+            if enabled or torch.is_autocast_enabled(kind):
+                cast = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+                stack.enter_context(cast)
         yield
 
 

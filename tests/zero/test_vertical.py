@@ -187,13 +187,49 @@ def test_random_numbers_and_graphs_that_are_no_sequence(store):
         other.load_state_dict(state)
 
 
-def test_autocast_of_the_caller(store):
+@pytest.mark.parametrize("inside", [True, False])
+def test_autocast(store, inside):
+    """Of the caller, or of the loss; it keeps no copies of the weights of blocks."""
     net, other = untied(), untied()
     streamed = commpress.stream(net, store=store)
-    commpress.Offloaded(net.parameters(), torch.optim.SGD, store=store, lr=0.1)
-    with torch.autocast("cpu", torch.bfloat16):
-        got, wanted = accumulated(streamed, net, 0), horizontal(other, 0)
-    assert got == wanted
+    optimizer, keeps = offloaded(net, store), set()
+    net.layers[0].qkv.register_forward_hook(
+        lambda *_: keeps.add((torch.is_grad_enabled(), torch.is_autocast_cache_enabled()))
+    )
+
+    def loss_in(part, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(model, 0, part)
+
+    if inside:
+        got = streamed.accumulate(lambda part: loss_in(part, net), range(PARTS))
+    else:
+        with torch.autocast("cpu", torch.bfloat16):
+            got = streamed.accumulate(lambda part: loss_of(net, 0, part), range(PARTS))
+            assert torch.is_autocast_cache_enabled()
+    assert keeps == {(True, False)}
+    wanted = [loss_in(part, other) for part in range(PARTS)]
+    for loss in wanted:
+        loss.backward()
+    assert [one.item() for one in got] == [one.item() for one in wanted]
+    clip(other.parameters(), 0.5)
+    optimizer.step()
+    torch.optim.AdamW(groups(other), **OPTIONS).step()
+    check(streamed, other)
+
+
+def test_running_statistics_count_each_micro_batch_once(store):
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2)]
+    net = nn.Sequential(*blocks)
+    other, data = copy.deepcopy(net), torch.randn(PARTS, 5, 8)
+    streamed = commpress.stream(net, store=store)
+    streamed.accumulate(lambda x: net(x).square().sum(), data)
+    for x in data:
+        other(x).square().sum().backward()
+    for (name, mine), p in zip(net.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.grad, p.grad), name
+    for (name, mine), wanted in zip(net.named_buffers(), other.buffers(), strict=True):
+        assert torch.equal(mine, wanted), name
 
 
 def test_parameters_are_read_twice_a_step(tmp_path):
