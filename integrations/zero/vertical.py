@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -417,17 +418,20 @@ class Vertical:
             self._casts(),
             torch.is_autocast_cache_enabled(),
         )
-        arguments = mapped(
-            arguments,
-            torch.Tensor,
-            lambda one: one.detach().requires_grad_(one.requires_grad),
-        )
+        arguments = mapped(arguments, torch.Tensor, partial(self._leaf, unit))
         call.given = [one.data_ptr() for one in reachable(arguments)]
         self._open[number].append(call)
         NOTHING_SAVED.__enter__()
         # autocast would keep a copy of each weight to the end of its context
         torch.set_autocast_cache_enabled(False)
         return arguments
+
+    def _leaf(self, unit: StreamedModule, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an argument without its graph; a gradient that comes to it would be lost."""
+        leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+        if leaf.requires_grad:
+            leaf.register_hook(partial(_leaked, f"block {self._names[unit.module]!r}"))
+        return leaf
 
     def _computed(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
         """Return the results of a block without their graph, as the beginning of a new one."""
@@ -539,11 +543,11 @@ class Vertical:
                 )
 
 
-def _used(_: object) -> torch.Tensor:
-    raise AssertionError("the graph of a block in forward goes backward")
+def _leaked(block: str, _: object) -> torch.Tensor:
+    raise InvalidArgument(f"{block} passes on a tensor that is not among its results: {CURE}")
 
 
-NOTHING_SAVED = saved_tensors_hooks(lambda _: None, _used)
+NOTHING_SAVED = saved_tensors_hooks(lambda _: None, partial(_leaked, "a block of the model"))
 CURE = (
     "a block must compute its results from arguments, parameters and torch's random numbers, and "
     "pass on nothing else (use_cache=False for transformers). Call zero_grad(), and backward() for "

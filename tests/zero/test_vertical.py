@@ -3,6 +3,7 @@
 import copy
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -320,6 +321,9 @@ def test_a_frozen_block_with_an_adapter(store, together):
 # ---------------------------------------------------------------- what is refused
 
 
+LEAKED = []
+
+
 class Writes(nn.Module):
     """A block that does something which cannot be computed again."""
 
@@ -334,6 +338,10 @@ class Writes(nn.Module):
             cache.append(y)
         if self.kind == "attribute":
             self.penalty = y.square().mean()
+        if self.kind == "global":
+            LEAKED.append(x.mean())
+        if self.kind == "object":
+            return SimpleNamespace(y=y, square=y.square())
         if self.kind == "count":
             self.count += 1
             y = y * self.count
@@ -350,10 +358,14 @@ class Writing(nn.Module):
         x = x.clone()
         for block in self.blocks:
             y = block(x, cache)
+            if self.kind == "object":
+                y = y.y + y.square
             if self.kind == "in place":
                 x += 1
             x = y
-        return x.mean()
+        leaked = sum(LEAKED)
+        LEAKED.clear()
+        return x.mean() + leaked
 
 
 @pytest.mark.parametrize(
@@ -362,6 +374,8 @@ class Writing(nn.Module):
         ("cache", "block 'blocks.0' puts tensors into its arguments"),
         ("attribute", "block 'blocks.0' stores a tensor with a graph in 'penalty'"),
         ("count", "block 'blocks.1' returned results of norm"),
+        ("global", "block 'blocks.1' passes on a tensor that is not among its results"),
+        ("object", "passes on a tensor that is not among its results"),
         ("in place", "an input of block 'blocks.1' was changed in place"),
     ],
 )
