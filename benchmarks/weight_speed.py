@@ -9,6 +9,7 @@ exponents coded.
   bits     of the code, per number
 
   python benchmarks weight_speed --check
+  python benchmarks weight_speed --times 20 --json speed.json
 """
 
 import argparse

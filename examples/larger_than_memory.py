@@ -198,7 +198,7 @@ def main() -> None:
     with commpress.TieredStore.open(options.folder, host=int(options.host * 2**30)) as store:
         print(f"first values go into {options.folder}, block by block", flush=True)
         streamed = commpress.stream(model, store=store, chunk_mb=options.chunk_mb)
-        print(f"peak {peak():.2f} GiB so far. The first step reads all of it", flush=True)
+        print(f"moments beside them; peak {peak():.2f} GiB so far", flush=True)
         optimizer = commpress.Offloaded(
             model.parameters(),
             torch.optim.AdamW,

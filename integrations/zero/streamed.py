@@ -175,6 +175,9 @@ class Streamed(Divided, NotCopied):
         """Check, before the model's forward, that the values kept in memory are those of the last
         step and the parameters unchanged by others."""
         self.drop_aborted()
+        for unit in self.modules.values():
+            if not self._accumulating and unit.module is not self.model:
+                unit.reset()
         for group in self.groups:
             group.check()
         if self._stale:
@@ -272,6 +275,11 @@ class Streamed(Divided, NotCopied):
                 for taker in self.takers:
                     stack.enter_context(taker.across())
                 return Vertical(self, loss_of, batches, activations).run()
+        except BaseException:
+            self.drop_aborted()
+            for unit in self.modules.values():
+                unit.reset()
+            raise
         finally:
             self._accumulating = False
 

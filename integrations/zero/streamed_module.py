@@ -137,6 +137,11 @@ class StreamedModule(NotCopied):
         self._missing.discard(id(parameter))
         self._update()
 
+    def reset(self) -> None:
+        """Release the groups after a forward that was interrupted."""
+        self._forwards = 0
+        self._update()
+
     def end_backward(self, graph: int) -> None:
         """End the wait for parameters without a gradient, and for inputs whose gradient was not
         requested."""

@@ -17,7 +17,7 @@ import contextvars
 import copy
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
@@ -34,8 +34,8 @@ from commpress.integrations.zero.tiling import Tile
 if TYPE_CHECKING:
     from commpress.integrations.zero.streamed import Streamed
 
-# between norms of a block's results in forward and in backward: some kernels of devices add in any
-# order
+# between a block's results in forward and in backward, against their norm: some kernels of devices
+# add in any order
 TOLERANCE = {"cpu": 1e-5}
 OF_DEVICES = 1e-3
 
@@ -223,16 +223,18 @@ class Cut(torch.autograd.Function):
 
 @dataclass(eq=False)
 class BlockCall:
-    """One forward of a block for one micro-batch."""
+    """One forward of a block for micro-batch ``number``."""
 
+    number: int
     unit: StreamedModule
     arguments: Any  # with holes in place of tensors
     inputs: list[Input]
     random: list[torch.Tensor]
     autocast: list[tuple[str, bool, torch.dtype]]
     caches: bool  # whether autocast keeps copies
-    given: list[int] = field(default_factory=list)  # tensors in the arguments, by address
-    norms: list[torch.Tensor] = field(default_factory=list)
+    buffers: dict[str, torch.Tensor]  # as they were before, if it changes them
+    given: list[Any] = field(default_factory=list)  # contents of the arguments
+    looks: list[torch.Tensor] = field(default_factory=list)  # at its results
     gradients: list[torch.Tensor | None] = field(default_factory=list)  # of results
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -242,28 +244,40 @@ class BlockCall:
         ]
 
 
-def reachable(value: Any, depth: int = 8) -> Iterator[torch.Tensor]:
-    """Yield tensors of floats in containers and attributes of objects, such as a cache of keys."""
+def contents(value: Any, depth: int = 8) -> Iterator[Any]:
+    """Yield all that a block could write into its arguments: addresses of tensors, keys, lengths,
+    numbers and text, in containers and attributes of objects such as a cache of keys."""
     if isinstance(value, torch.Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, (nn.Module, type)) or depth == 0:
-        return
+        yield value.data_ptr(), value._version
+    elif isinstance(value, (int, float, complex, str, bytes, type(None))):
+        yield repr(value)
+    elif isinstance(value, (dict, tuple, list)) and depth > 0:
+        yield len(value)
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            yield key
+            yield from contents(one, depth - 1)
     else:
-        inner = value.values() if isinstance(value, dict) else value
-        if not isinstance(value, (dict, tuple, list)):
-            inner = getattr(value, "__dict__", {}).values()
-        for one in inner:
-            yield from reachable(one, depth - 1)
+        yield id(value)
+        if depth > 0 and not isinstance(value, (nn.Module, type)):
+            yield from contents(getattr(value, "__dict__", {}), depth - 1)
+
+
+def with_graph(value: Any, depth: int = 3) -> bool:
+    """Return whether a tensor with a graph is in a container or in attributes of an object."""
+    if isinstance(value, torch.Tensor):
+        return value.grad_fn is not None
+    if isinstance(value, (nn.Module, type)) or depth == 0:
+        return False
+    inner = value if isinstance(value, (dict, tuple, list)) else getattr(value, "__dict__", {})
+    every = inner.values() if isinstance(inner, dict) else inner
+    return any(with_graph(one, depth - 1) for one in every)
 
 
 def stored(module: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield names of submodules and of their attributes that hold a tensor with a graph."""
     for name, each in module.named_modules():
         for attribute, value in vars(each).items():
-            if attribute not in ("_parameters", "_buffers", "_modules") and any(
-                one.grad_fn is not None for one in reachable(value, 2)
-            ):
+            if not attribute.startswith("_") and with_graph(value):
                 yield name, attribute
 
 
@@ -273,8 +287,23 @@ def trained_results(result: Any) -> list[torch.Tensor]:
     return list(every.values())
 
 
-def norms_of(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.linalg.vector_norm(one.detach(), dtype=torch.float32) for one in results]
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+@contextmanager
+def with_buffers(module: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Let a module compute with copies of these buffers; its own are the same afterwards."""
+    places = [(name.rpartition("."), value) for name, value in values.items()]
+    owners = [(module.get_submodule(inside)._buffers, own) for (inside, _, own), _ in places]
+    before = [buffers[own] for buffers, own in owners]
+    try:
+        for (buffers, own), (_, value) in zip(owners, places, strict=True):
+            buffers[own] = value.clone()
+        yield
+    finally:
+        for (buffers, own), buffer in zip(owners, before, strict=True):
+            buffers[own] = buffer
 
 
 # ---------------------------------------------------------------- a step
@@ -296,12 +325,14 @@ class Vertical:
         self._calls: list[list[BlockCall]] = [[] for _ in batches]  # by micro-batch, in order
         self._open: list[list[BlockCall | None]] = [[] for _ in batches]  # blocks that run
         self._checked: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        # by node and number of the result: gradient of a block's input, and the first call
-        self._wanted: dict[tuple[Any, int], list[Any]] = {}
+        # by micro-batch and place in the graph: gradient of a block's input, and the first call
+        self._wanted: dict[tuple[int, Any, int], list[Any]] = {}
+        self._weights: dict[tuple[int, torch.device], torch.Tensor] = {}
         devices = dict.fromkeys(group.device for group in streamed.groups)
         self._kinds = dict.fromkeys(["cpu", *(device.type for device in devices)])
         self._loss_of, self._batches = loss_of, batches
-        self._autocast = self._casts()
+        self._autocast, self._default = self._casts(), torch.get_default_device()
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         # the first forward of a model looks for parameters that other modules read, alone
         self._alone = streamed._unread is not None
         self._turns = Turns([self._body(number) for number in range(len(batches))], devices)
@@ -353,7 +384,7 @@ class Vertical:
 
     def _body(self, number: int) -> Callable[[], None]:
         def body() -> None:
-            with torch.enable_grad(), casting(self._autocast):
+            with torch.enable_grad(), casting(self._autocast), self._settings():
                 loss = self._loss_of(self._batches[number])
                 if (
                     not isinstance(loss, torch.Tensor)
@@ -369,6 +400,17 @@ class Vertical:
                 torch.autograd.backward(loss, retain_graph=True)
 
         return body
+
+    @contextmanager
+    def _settings(self) -> Iterator[None]:
+        """Give a thread the caller's device and stream."""
+        with ExitStack() as stack:
+            if self._default.type != "cpu":
+                stack.enter_context(self._default)
+            if self._stream is not None:
+                stack.enter_context(torch.cuda.device(self._stream.device))
+                stack.enter_context(torch.cuda.stream(self._stream))
+            yield
 
     # ------------------------------------------------------------ forward
 
@@ -411,20 +453,31 @@ class Vertical:
         tensors = list(tensors_in(arguments))
         numbers = iter(range(len(tensors)))
         call = BlockCall(
+            number,
             unit,
             mapped(arguments, torch.Tensor, lambda _: Hole(next(numbers))),
             [Input(one, self._tier) for one in tensors],
             self._turns.random(),
             self._casts(),
             torch.is_autocast_cache_enabled(),
+            buffers_of(unit.module),
         )
         arguments = mapped(arguments, torch.Tensor, partial(self._leaf, unit))
-        call.given = [one.data_ptr() for one in reachable(arguments)]
+        call.given = [*contents(arguments)]
         self._open[number].append(call)
         NOTHING_SAVED.__enter__()
         # autocast would keep a copy of each weight to the end of its context
         torch.set_autocast_cache_enabled(False)
         return arguments
+
+    def _failed(self, call: BlockCall, arguments: Any, result: Any) -> bool:
+        """Return whether the block has no result; raise if it has changed its arguments."""
+        if [*contents(arguments)] != call.given:
+            raise InvalidArgument(
+                f"block {self._names[call.unit.module]!r} changes its arguments, as models of "
+                f"transformers do with a cache: {CURE}"
+            )
+        return result is None
 
     def _leaf(self, unit: StreamedModule, tensor: torch.Tensor) -> torch.Tensor:
         """Return an argument without its graph; a gradient that comes to it would be lost."""
@@ -443,24 +496,24 @@ class Vertical:
             return None
         NOTHING_SAVED.__exit__()
         torch.set_autocast_cache_enabled(call.caches)
-        results = trained_results(result)
-        if not results:  # the block is frozen, or has failed
+        if self._failed(call, (args, kwargs), result):
             return None
-        if [one.data_ptr() for one in reachable((args, kwargs))] != call.given:
-            raise InvalidArgument(
-                f"block {self._names[module]!r} puts tensors into its arguments, as models of "
-                f"transformers do with a cache: {CURE}"
-            )
+        results = trained_results(result)
+        if not results:  # the block is frozen
+            return None
+        for buffer, value in module.named_buffers():
+            if torch.equal(value, call.buffers[buffer]):
+                del call.buffers[buffer]
         for name, attribute in stored(module):
             raise InvalidArgument(
                 f"block {self._names[module]!r} stores a tensor with a graph in {attribute!r} of "
                 f"its module {name or 'itself'!r}, which a loss would get without one: {CURE}"
             )
-        call.norms, call.gradients = norms_of(results), [None] * len(results)
+        call.looks, call.gradients = self._look(results), [None] * len(results)
         self._calls[number].append(call)
         for one in call.inputs:
             if one.edge is not None:
-                self._wanted.setdefault((one.edge.node, one.edge.output_nr), [None, call])
+                self._wanted.setdefault(self._key(call, one.edge), [None, call])
         anchor = torch.empty(0, requires_grad=True)
         fresh = dict(zip(map(id, results), Cut.apply(call, results, anchor), strict=True))
         return mapped(result, torch.Tensor, lambda one: fresh.get(id(one), one))
@@ -486,9 +539,12 @@ class Vertical:
             leaves = [one.take(name) for one in call.inputs]
             args, kwargs = mapped(call.arguments, Hole, lambda hole: leaves[hole.number])
             module, before = call.unit.module, self._turns.random()
-            buffers = [(each, each.clone()) for each in module.buffers()]
             self._turns.set_random(call.random)
-            with torch.enable_grad(), casting(call.autocast):
+            with (
+                torch.enable_grad(),
+                casting(call.autocast),
+                with_buffers(module, call.buffers),  # running statistics count a batch once
+            ):
                 results = trained_results(module(*args, **kwargs))
             self._turns.set_random(before)
             self._check(name, call, results)
@@ -498,12 +554,9 @@ class Vertical:
                 if given is not None
             ]
             torch.autograd.backward([one for one, _ in pairs], [given for _, given in pairs])
-            for buffer, value in buffers:  # running statistics count a batch once
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
             for one, leaf in zip(call.inputs, leaves, strict=True):
                 if one.edge is not None and leaf.grad is not None:
-                    wanted = self._wanted[one.edge.node, one.edge.output_nr]
+                    wanted = self._wanted[self._key(call, one.edge)]
                     wanted[0] = leaf.grad if wanted[0] is None else wanted[0] + leaf.grad
         self._before(call)
 
@@ -513,33 +566,50 @@ class Vertical:
         edges: list[GradientEdge] = []
         gradients: list[torch.Tensor] = []
         for edge in dict.fromkeys(one.edge for one in call.inputs if one.edge is not None):
-            gradient, first = self._wanted[edge.node, edge.output_nr]
+            gradient, first = self._wanted[self._key(call, edge)]
             if first is call:
-                del self._wanted[edge.node, edge.output_nr]
+                del self._wanted[self._key(call, edge)]
                 if gradient is not None:
                     edges.append(edge)
                     gradients.append(gradient)
         if edges:
             torch.autograd.backward(edges, gradients, retain_graph=True)
 
+    @staticmethod
+    def _key(call: BlockCall, edge: GradientEdge) -> tuple[int, Any, int]:
+        return call.number, edge.node, edge.output_nr
+
+    @torch.no_grad()
+    def _look(self, results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return for each tensor a sum with random weights, which depends on every element and its
+        place, and its deviation: the norm."""
+        found = []
+        for one in results:
+            flat = (torch.view_as_real(one) if one.is_complex() else one).float().reshape(-1)
+            if (key := (flat.numel(), flat.device)) not in self._weights:
+                draw = torch.Generator(flat.device).manual_seed(1)
+                drawn = torch.randn(flat.numel(), generator=draw, device=flat.device)
+                self._weights[key] = drawn
+            found.append(torch.stack([self._weights[key].dot(flat), flat.norm()]))
+        return found
+
     def _check(self, name: str, call: BlockCall, results: Sequence[torch.Tensor]) -> None:
-        if len(results) != len(call.norms):
+        if len(results) != len(call.looks):
             raise InvalidArgument(
-                f"block {name!r} returned {len(call.norms)} tensors in forward and {len(results)} "
+                f"block {name!r} returned {len(call.looks)} tensors in forward and {len(results)} "
                 f"when it was computed again: {CURE}"
             )
-        for before, after in zip(call.norms, norms_of(results), strict=True):
+        for before, after in zip(call.looks, self._look(results), strict=True):
             self._checked.append((name, before, after))
 
     def _compare(self) -> None:
         """Raise unless blocks have computed in backward what they had in forward."""
         for name, before, after in self._checked:
-            a, b = float(before), float(after)
-            tolerance = TOLERANCE.get(before.device.type, OF_DEVICES)
-            if abs(a - b) > tolerance * max(abs(a), abs(b)):
+            (a, size), (b, _) = before.tolist(), after.tolist()
+            if abs(a - b) > TOLERANCE.get(before.device.type, OF_DEVICES) * size:
                 raise InvalidArgument(
-                    f"block {name!r} returned results of norm {a:.6g} in forward and of {b:.6g} "
-                    f"when it was computed again: {CURE}"
+                    f"block {name!r} did not return the same when it was computed again, by "
+                    f"{abs(a - b) / size:.2g} of its norm: {CURE}"
                 )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -219,9 +220,24 @@ def test_autocast(store, inside):
     check(streamed, other)
 
 
+class Centred(nn.Module):
+    """Its buffer is assigned, not written in place, and enters its results."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return y - self.mean
+
+
 def test_running_statistics_count_each_micro_batch_once(store):
-    blocks = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2)]
-    net = nn.Sequential(*blocks)
+    net = nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2)), Centred()
+    )
     other, data = copy.deepcopy(net), torch.randn(PARTS, 5, 8)
     streamed = commpress.stream(net, store=store)
     streamed.accumulate(lambda x: net(x).square().sum(), data)
@@ -321,7 +337,7 @@ def test_a_frozen_block_with_an_adapter(store, together):
 # ---------------------------------------------------------------- what is refused
 
 
-LEAKED = []
+LEAKED, DRAW = [], np.random.default_rng(0)
 
 
 class Writes(nn.Module):
@@ -345,6 +361,11 @@ class Writes(nn.Module):
         if self.kind == "count":
             self.count += 1
             y = y * self.count
+        if self.kind == "own dropout":  # and results whose norm is always the same
+            mask = torch.from_numpy(DRAW.integers(0, 2, (3, 8)))
+            y = nn.functional.layer_norm(x + y * mask, (8,))
+        if self.kind == "number":
+            cache.append(1)
         return y
 
 
@@ -371,9 +392,11 @@ class Writing(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("cache", "block 'blocks.0' puts tensors into its arguments"),
+        ("cache", "block 'blocks.0' changes its arguments"),
+        ("number", "block 'blocks.0' changes its arguments"),
+        ("own dropout", "block 'blocks.1' did not return the same"),
         ("attribute", "block 'blocks.0' stores a tensor with a graph in 'penalty'"),
-        ("count", "block 'blocks.1' returned results of norm"),
+        ("count", "block 'blocks.1' did not return the same"),
         ("global", "block 'blocks.1' passes on a tensor that is not among its results"),
         ("object", "passes on a tensor that is not among its results"),
         ("in place", "an input of block 'blocks.1' was changed in place"),
@@ -402,6 +425,66 @@ def test_activation_checkpointing_of_others(store, remember):
     optimizer.step()
     torch.optim.AdamW(groups(other), **OPTIONS).step()
     check(streamed, other)
+
+
+class Prompted(nn.Module):
+    """Blocks that all take a parameter of the model, and an input of the caller."""
+
+    def __init__(self):
+        super().__init__()
+        self.prompt = nn.Parameter(torch.randn(8))
+        self.blocks = nn.ModuleList(Adding() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, self.prompt)
+        return x.square().mean()
+
+
+class Adding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, more):
+        return self.linear(x + more).tanh()
+
+
+def test_leaves_that_several_micro_batches_pass_to_blocks(store):
+    torch.manual_seed(0)
+    net, x = Prompted(), torch.randn(4, 8, requires_grad=True)
+    other, y = copy.deepcopy(net), x.detach().clone().requires_grad_()
+    streamed = commpress.stream(net, store=store)
+    streamed.accumulate(lambda scale: net(x) * scale, [1.0, 2.0])
+    for scale in (1.0, 2.0):
+        (other(y) * scale).backward()
+    wanted = [y.grad, *(p.grad for p in other.parameters())]
+    for mine, theirs in zip([x.grad, *(p.grad for p in net.parameters())], wanted, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("at", ["forward", "backward"])
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_after_an_error_in_a_block_parameters_are_there_when_they_are_needed(store, at, error):
+    net, other = untied(), untied()
+    streamed = commpress.stream(net, store=store)
+    offloaded(net, store)
+    calls = []
+
+    def failing(*_):
+        calls.append(torch.is_grad_enabled())
+        if len(calls) == {"forward": 2, "backward": PARTS + 2}[at]:
+            raise error
+
+    handle = net.layers[1].qkv.register_forward_hook(failing)
+    with pytest.raises(error):
+        accumulated(streamed, net, 0)
+    handle.remove()
+    with torch.no_grad():
+        assert loss_of(net, 0, 0) == loss_of(other, 0, 0)
+    assert not any(group.present or group.holders for group in streamed.groups)
+    assert accumulated(streamed, net, 0) == horizontal(other, 0)
+    assert not any(group.present or group.holders for group in streamed.groups)
 
 
 def test_errors_end_all_micro_batches_and_leave_nothing_behind(store):
