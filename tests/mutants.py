@@ -1591,7 +1591,7 @@ MUTANTS = [
     Mutant(
         "running statistics count each micro-batch twice",
         "integrations/zero/vertical.py",
-        "            buffers[own] = buffer\n",
+        "            buffers[own] = value.clone()\n",
         "            pass\n",
         "tests/zero/test_vertical.py -k running_statistics",
     ),
@@ -1647,9 +1647,16 @@ MUTANTS = [
     Mutant(
         "pieces of an interrupted write count as those of the checkpoint",
         "integrations/zero/parked_state.py",
-        "            self.store.delete(INDEX)",
-        "            pass",
+        "        self._commit = max(self.places.values(), default=0) + 1",
+        "        self._commit = max(self.places.values(), default=1)",
         "tests/zero/test_parking.py -k interrupted",
+    ),
+    Mutant(
+        "two use one store at a time",
+        "integrations/zero/parking.py",
+        "isinstance(self._where, TieredStore) and other._where is self._where",
+        "False",
+        "tests/zero/test_parking.py -k others_that_are_away",
     ),
     Mutant(
         "pieces of what is gone stay in the store",

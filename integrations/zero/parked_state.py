@@ -1,7 +1,8 @@
 """Training state in storages and, in a store, as a checkpoint.
 
-    parked/index                     JSON: tensors by name, each a view of a storage
-    parked/parameters/0.weight/7     a piece of a storage, which has the name of its first tensor
+    parked/index                       JSON: tensors by name, each a view of a storage
+    parked/parameters/0.weight/7@3     a piece of a storage, which has the name of its first tensor,
+                                       as the third commit wrote it
 
 A half-precision parameter that is a float32 tensor of the state, rounded, is not written: its index
 entry names that tensor.
@@ -238,7 +239,7 @@ class TrainingState:
                     self.storage_of(self.tensors[master]).first = True
                     break
 
-    def index(self, piece: int) -> bytes:
+    def index(self, piece: int, places: Mapping[str, int]) -> bytes:
         tensors = {
             name: [
                 self.storage_of(t).name,
@@ -251,7 +252,7 @@ class TrainingState:
         }
         storages = {s.name: [s.nbytes, s.master, s.digests] for s in self.storages}
         document = {"format": FORMAT, "piece": piece, "outline": self.outline}
-        document |= {"tensors": tensors, "storages": storages}
+        document |= {"tensors": tensors, "storages": storages, "places": dict(places)}
         return json.dumps(document, separators=(",", ":")).encode()
 
 
@@ -276,6 +277,7 @@ class HostShelf(HostBuffers):
     """Host memory, pinned for a CUDA device, which is used again the next time."""
 
     piece = 64 << 20
+    places: Mapping[str, int] = {}
 
     def digests(self) -> dict[str, int]:
         return {}
@@ -298,20 +300,24 @@ class StoreShelf:
         self.store, self._own = store, own
         self.piece = max(min(PIECE, store.usage().host_capacity // 8), 64 << 10)
         self._leaving: list[Pending[None]] = []
+        self.places: dict[str, int] = {}  # number of the commit that wrote a piece
+        self._commit = 1
 
     def digests(self) -> dict[str, int]:
-        """Return the checksums of the pieces in the store, and take back its index, so that they
-        are not trusted again should writing be given up."""
+        """Return the checksums of the pieces in the store, which stay until the next commit."""
         if INDEX not in self.store:
             return {}
         try:
-            return ParkedIndex(self.store).digests()
+            index = ParkedIndex(self.store)
         except (StateMismatch, Damaged):  # of another version: all is written anew
             return {}
-        finally:
-            self.store.delete(INDEX)
+        self.places = index.places
+        self._commit = max(self.places.values(), default=0) + 1
+        return index.digests()
 
     def put(self, name: str, values: torch.Tensor) -> None:
+        self.places[name] = self._commit
+        name = self._key(name)
         self.store.put(name, values)
         if values.nbytes >= self.store.pack_below:
             self._leaving.append(self.store.flush([name]))
@@ -319,17 +325,20 @@ class StoreShelf:
             self._leaving.pop(0).wait()
 
     def read(self, name: str, into: torch.Tensor) -> None:
-        with self.store.borrow(name, write=False) as values:
+        with self.store.borrow(self._key(name), write=False) as values:
             into.copy_(values)
 
     def ahead(self, name: str) -> None:
-        self.store.prefetch(name)
+        self.store.prefetch(self._key(name))
+
+    def _key(self, name: str) -> str:
+        return f"{name}@{self.places[name]}"
 
     def commit(self, names: Iterable[str], index: bytes) -> None:
         while self._leaving:
             self._leaving.pop(0).wait()
         self.store.put(INDEX, torch.frombuffer(bytearray(index), dtype=torch.uint8))
-        wanted = {INDEX, *names}
+        wanted = {INDEX, *map(self._key, names)}
         for name in list(self.store):
             if name.startswith(PREFIX) and name not in wanted:
                 self.store.delete(name)
@@ -373,6 +382,7 @@ class ParkedIndex:
             if document["format"] != FORMAT:
                 raise ValueError(f"format {document['format']!r}, expected {FORMAT}")
             self.piece, self.outline = natural(document["piece"]), document["outline"]
+            self.places = {str(name): natural(at) for name, at in document["places"].items()}
             self.storages = {
                 str(name): (natural(nbytes), master, list(digests))
                 for name, (nbytes, master, digests) in document["storages"].items()
@@ -403,16 +413,17 @@ class ParkedIndex:
             if not whole or dtype != torch.float32 or self.storages[source][1] is not None:
                 raise ValueError(f"{name!r} is rounded from {master!r}, which is no master")
             return
-        there = sum(self._store.info(piece).nbytes for piece in self.pieces(name))
+        there = sum(self._store.info(self._key(piece)).nbytes for piece in self.pieces(name))
         if there != nbytes:
             raise ValueError(f"{name!r} has {there} bytes, expected {nbytes}")
 
-    def states(self, count: int) -> Callable[[], list[Any]]:
-        """Return a function that reads the states of ``count`` other objects."""
+    def states(self, count: int, read: Callable[[str], torch.Tensor]) -> list[Any]:
+        """Return the states of ``count`` other objects, with what ``read`` returns for a name."""
         match self.outline:
             case {"list": list(found)} if len(found) == count:
                 names = [name for name in self.tensors if name.startswith("state/")]
-                return lambda: state_of(self.outline, {n: self.read(n) for n in names})
+                states: list[Any] = state_of(self.outline, {name: read(name) for name in names})
+                return states
             case {"list": list(found)}:
                 raise StateMismatch(
                     f"others are {count}, but the checkpoint has the states of {len(found)}: pass "
@@ -423,6 +434,9 @@ class ParkedIndex:
     def pieces(self, name: str) -> list[str]:
         count = -(-self.storages[name][0] // max(self.piece, 1))
         return [f"{PREFIX}{name}/{i}" for i in range(count)]
+
+    def _key(self, piece: str) -> str:
+        return f"{piece}@{self.places[piece]}"
 
     def digests(self) -> dict[str, int]:
         return {
@@ -442,7 +456,7 @@ class ParkedIndex:
         if storage not in self._read:
             whole, at = torch.empty(self.storages[storage][0], dtype=torch.uint8), 0
             for piece in self.pieces(storage):
-                with self._store.borrow(piece, write=False) as values:
+                with self._store.borrow(self._key(piece), write=False) as values:
                     whole[at : at + values.numel()].copy_(values)
                     at += values.numel()
             self._read[storage] = whole

@@ -9,6 +9,7 @@ share them; only the bytes go. Nothing is freed before all is committed, so an e
 changes nothing.
 """
 
+import copy
 import os
 import threading
 import weakref
@@ -50,6 +51,7 @@ SHARE = 32  # of the state: 1/32
 AHEAD = 4  # pieces that are read in advance
 
 _AWAY: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # modules without parameters in memory
+_PARKED: "weakref.WeakSet[Parked]" = weakref.WeakSet()  # of which something is not in memory
 
 
 @dataclass
@@ -72,7 +74,18 @@ class Absent:
         self.reach = reach
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         return getattr(self.reach(), name)
+
+    def __copy__(self) -> Any:
+        return copy.copy(self.reach())
+
+    def __deepcopy__(self, known: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.reach(), known)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.reach().__reduce_ex__(protocol)
 
     def __getitem__(self, key: Any) -> Any:
         return self.reach()[key]
@@ -149,6 +162,7 @@ class Parked:
             if any(each.__name__ == "FSDPModule" for each in type(module).__mro__):
                 module.reshard()  # type: ignore[operator]
         state = TrainingState(self._model, self._others)
+        self._check_others(state)
         shelf = self._open(sum(s.nbytes for s in state.storages))
         try:
             self._write(state, shelf)
@@ -156,6 +170,7 @@ class Parked:
             shelf.close()
             raise
         self._shelf, self._away = shelf, True
+        _PARKED.add(self)
         self._masters = [
             (state.tensors[s.name].data, state.tensors[s.master].data)
             for s in self._storages
@@ -163,6 +178,21 @@ class Parked:
         ]
         self._refuse()
         self._free()
+
+    def _check_others(self, state: TrainingState) -> None:
+        """Refuse a store and tensors of others of which something is not in memory."""
+        mine = {each.storage._cdata for each in state.storages}
+        for other in _PARKED:
+            if isinstance(self._where, TieredStore) and other._where is self._where:
+                raise InvalidArgument(
+                    "store has the state of another commpress.parked, which is not back in memory: "
+                    "call its settle() first, or pass a store of its own"
+                )
+            if shared := [s.name for s in other._storages if s.storage._cdata in mine]:
+                raise InvalidArgument(
+                    f"{shared[0]!r} is parked already, with another model that has the same "
+                    "tensor: leave the first commpress.parked before another one"
+                )
 
     def _open(self, nbytes: int) -> Shelf:
         if self._host is not None:
@@ -192,7 +222,7 @@ class Parked:
                 else:
                     shelf.put(name, piece)
                     count.written += piece.numel()
-        shelf.commit(names, b"" if self._host else state.index(shelf.piece))
+        shelf.commit(names, b"" if self._host else state.index(shelf.piece, shelf.places))
         self._storages = [s for s in storages if self._leaves(s)]
 
     def _leaves(self, each: StateStorage) -> bool:
@@ -259,6 +289,7 @@ class Parked:
             if optimizer.state is absent:  # unless a state was loaded in between
                 optimizer.state = state
         self._absent, self._storages, self._masters, self._shelf = [], [], [], None
+        _PARKED.discard(self)
 
     def _fill(self, storages: Sequence[StateStorage]) -> None:
         shelf = self._shelf
@@ -379,7 +410,11 @@ def load_parked(model: nn.Module, *others: Any, store: Where) -> None:
                 f"{name!r} is {dtype} of shape {shape} in the checkpoint, expected {tensor.dtype} "
                 f"of shape {tuple(tensor.shape)}"
             )
-    states, last = index.states(len(objects)), ""
+    outlines = index.states(len(objects), lambda name: torch.empty(0, device="meta"))
+    for i, (other, outline) in enumerate(zip(objects, outlines, strict=True)):
+        if isinstance(other, torch.optim.Optimizer) and "param_groups" in outline:
+            _check_groups(i, other, outline["param_groups"])
+    last = ""
     for name, tensor in own.items():
         if index.tensors[name][0] != last:
             index.forget()
@@ -390,9 +425,20 @@ def load_parked(model: nn.Module, *others: Any, store: Where) -> None:
         gradient = f"gradients/{name}"
         found = index.read(gradient).to(p.device) if gradient in index.tensors else None
         p.grad = None if found is None else alike(found, p)
-    for other, state in zip(objects, states(), strict=True):
+    for other, state in zip(objects, index.states(len(objects), index.read), strict=True):
         _cut(other, state)
         other.load_state_dict(state)
+
+
+def _check_groups(i: int, optimizer: Any, groups: Any) -> None:
+    own, saved = (
+        [len(group["params"]) for group in each] for each in (optimizer.param_groups, groups)
+    )
+    if saved != own:
+        raise StateMismatch(
+            f"others[{i}] has groups of {own} parameters, its state in the checkpoint of {saved}: "
+            "load it into the optimizer that was parked"
+        )
 
 
 def _cut(optimizer: Any, state: Any) -> None:

@@ -5,6 +5,7 @@ import copy
 import ctypes
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -219,6 +220,10 @@ def test_an_interrupted_write_is_not_trusted_later(tmp_path):
         with pytest.raises(ZeroDivisionError):
             park.park()
         store.put = put
+        again, other = made(parts=[])
+        store.commit()
+        commpress.load_parked(again, other, store=store)  # the checkpoint before
+        equal(state_of(again, other), before)
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.copy_(before[0][name])
@@ -226,6 +231,55 @@ def test_an_interrupted_write_is_not_trusted_later(tmp_path):
         with commpress.parked(model, optimizer, store=store):
             pass
         equal(state_of(model, optimizer), wanted)
+
+
+def test_a_store_and_tensors_of_others_that_are_away_are_refused(tmp_path):
+    model, optimizer = made(parts=[0])
+    other = torch.nn.Linear(8, 8)
+    with open_store(tmp_path / "store", host="8MiB") as store:
+        park = commpress.parked(model, optimizer, store=store)
+        with park, pytest.raises(InvalidArgument, match=r"state of another commpress\.parked"):
+            commpress.parked(other, store=store).park()
+        with pytest.raises(InvalidArgument, match=r"call its settle\(\) first"):
+            commpress.parked(other, store=store).park()
+        park.settle()
+        with commpress.parked(other, store=store):
+            pass
+    shares = torch.nn.Module()
+    shares.weight = next(model.parameters())
+    with (
+        commpress.parked(model, store=tmp_path / "one"),
+        pytest.raises(InvalidArgument, match="with another model that has the same tensor"),
+    ):
+        commpress.parked(shares, store=tmp_path / "two").park()
+
+
+def test_copies_of_an_optimizer_whose_state_is_on_its_way(tmp_path):
+    model, optimizer = made(parts=[0])
+    wanted = optimizer.state_dict()["state"]
+    for copied in (copy.deepcopy, copy.copy, lambda one: pickle.loads(pickle.dumps(one))):
+        with commpress.parked(model, optimizer, store=tmp_path / "park"):
+            pass
+        found = copied(optimizer).state_dict()["state"]
+        assert all(
+            torch.equal(value, found[i][key])
+            for i, entries in wanted.items()
+            for key, value in entries.items()
+        )
+
+
+def test_an_optimizer_with_other_groups_is_refused_before_anything_changes(tmp_path):
+    model, optimizer = made(parts=[0])
+    with commpress.parked(model, optimizer, store=tmp_path / "park") as park:
+        pass
+    park.settle()
+    advance(model, optimizer, 0)
+    wanted = [p.clone() for p in model.parameters()]
+    first, *rest = model.parameters()
+    other = torch.optim.AdamW([{"params": [first]}, {"params": rest}])
+    with pytest.raises(StateMismatch, match=r"others\[0\] has groups of \[1, "):
+        commpress.load_parked(model, other, store=tmp_path / "park")
+    assert all(map(torch.equal, model.parameters(), wanted))
 
 
 def test_while_parked_model_and_optimizer_are_refused(tmp_path):
