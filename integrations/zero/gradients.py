@@ -85,7 +85,12 @@ class Gradients(BackwardBuckets):
         sent at the end of the context."""
         ending = partial(self.finish)
         self._ending = weakref.ref(ending)
-        yield
+        try:
+            yield
+        except BaseException:
+            self._again = False
+            self._reset()  # the error may keep this frame, and with it the ending
+            raise
         ending()
 
     def accumulated(self, b: int, i: int) -> None:

@@ -7,8 +7,9 @@ GreedySnake).
     backward   block k: forward again and backward, 1, 2 … M  |  gradients leave  |  block k − 1 …
 
 A model need not be a sequence of blocks. Each forward is a thread, one of which runs at a time: it
-gives way where it needs parameters that are not in memory. The graph is cut at blocks: a block
-computes without a graph, its results begin a new one, and what is between blocks keeps its graph.
+gives way where it needs parameters that are not in memory. The graph is cut at blocks: that of a
+block's first forward is dropped, its results begin a new one, and what is between blocks keeps its
+graph.
 In the backward a block's inputs get the sum of the gradients of all who used them, before the graph
 in which they were computed goes backward.
 """
@@ -608,8 +609,8 @@ class Vertical:
             (a, size), (b, _) = before.tolist(), after.tolist()
             if abs(a - b) > TOLERANCE.get(before.device.type, OF_DEVICES) * size:
                 raise InvalidArgument(
-                    f"block {name!r} did not return the same when it was computed again, by "
-                    f"{abs(a - b) / size:.2g} of its norm: {CURE}"
+                    f"block {name!r} did not return the same when it was computed again (a sum is "
+                    f"{b:.6g} in place of {a:.6g}): {CURE}"
                 )
 
 

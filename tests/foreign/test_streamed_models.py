@@ -181,7 +181,7 @@ def test_saved_tensors_of_transformers_in_a_store(store, again):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_micro_batches_together_through_the_blocks_of_transformers(tmp_path, kind):
-    """Of decoders, encoders, both, and a mixture of experts: losses equal, gradients up to the
+    """Decoders, encoders, both, and a mixture of experts: losses equal, gradients up to the
     order of sums where a tensor has several uses."""
     torch.manual_seed(0)
     net = MODELS[kind]()

@@ -146,7 +146,7 @@ def resident():
 
 
 def test_memory_is_free_and_never_holds_a_second_copy(tmp_path):
-    """In a process of its own: 400 MB of state."""
+    """A process of its own with 400 MB of state."""
     said = subprocess.run(
         [sys.executable, SCRIPT, "memory", tmp_path / "park"],
         capture_output=True,
@@ -441,7 +441,7 @@ def test_host_memory_serves_as_a_place(tmp_path):
 
 
 def test_storages_of_a_device_are_resized(tmp_path, monkeypatch):
-    """With the processor as the device."""
+    """The processor stands for the device."""
     monkeypatch.setattr(StateStorage, "on_cpu", False)
     monkeypatch.setattr(Parked, "_streams", lambda park: nullcontext())
     twin, plain = made(parts=[0])
@@ -577,7 +577,7 @@ def batch(step):
 
 
 def with_ddp(folder, view):
-    """With a hook that has residuals; parked with gradients in DDP's buckets, and without."""
+    """A hook has residuals; gradients are in DDP's buckets while parked, or not."""
     torch.set_num_threads(1)
     found, folder = [], f"{folder}/{dist.get_rank()}"
     for parks in (False, True):

@@ -191,7 +191,7 @@ def test_random_numbers_and_graphs_that_are_no_sequence(store):
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_autocast(store, inside):
-    """Of the caller, or of the loss; it keeps no copies of the weights of blocks."""
+    """Autocast of the caller, or of the loss, keeps no copies of the weights of blocks."""
     net, other = untied(), untied()
     streamed = commpress.stream(net, store=store)
     optimizer, keeps = offloaded(net, store), set()
