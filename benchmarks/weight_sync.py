@@ -366,7 +366,7 @@ def _patterns(model: torch.nn.Module) -> np.ndarray:
 
 
 def _other_bytes(old: np.ndarray, new: np.ndarray) -> dict[str, int]:
-    """Of both ranks."""
+    """Sum the bytes of both ranks by XOR and zstd, and by index and value."""
     _, compress = compressor()
     own = [len(compress((old ^ new).tobytes())), 6 * int(np.count_nonzero(old != new))]
     every = torch.tensor(own)
