@@ -35,7 +35,7 @@ from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
 from commpress.units import parse_time
 
-WAYS: dict[str, dict[str, str] | None] = {
+WAYS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "int8": {"codec": "int8", "weights": "int8"},
     "int4": {"codec": "int4", "weights": "int8"},

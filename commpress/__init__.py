@@ -88,6 +88,10 @@ _HOMES = {
 _MODULES = ("hf", "lightning", "moe", "weights")
 
 if TYPE_CHECKING:
+    from commpress import hf as hf
+    from commpress import lightning as lightning
+    from commpress import moe as moe
+    from commpress import weights as weights
     from commpress.alarm import Alarm
     from commpress.choice import PerLayer
     from commpress.codecs import (

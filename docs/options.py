@@ -62,7 +62,8 @@ def sources(taker: typing.Any) -> Iterator[typing.Any]:
             own = [base for base in each.__mro__[1:] if base.__module__.startswith("commpress")]
             waiting += own
         there = vars(sys.modules[each.__module__]) | vars(sys.modules["commpress"])
-        for name in ELSEWHERE.findall(inspect.getdoc(each) or ""):
+        for path in ELSEWHERE.findall(inspect.getdoc(each) or ""):
+            name = path.rpartition(".")[2]
             if callable(other := there.get(name) or getattr(sys.modules["commpress"], name, None)):
                 waiting.append(other)
 

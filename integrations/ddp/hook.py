@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import inf, nan
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,9 @@ from commpress.logs import warn_on_first
 from commpress.torch_private import LossScale, check_unhooked, check_wrapped
 from commpress.work import Done, Steps, Work
 
+if TYPE_CHECKING:
+    from commpress.integrations.ddp.mesh import MeshStates
+
 log = logging.getLogger("commpress")
 
 DEFAULT_MIN_NUMEL = 256
@@ -70,6 +73,32 @@ class HookOptions(TypedDict, total=False):
     grad_scaler: torch.amp.GradScaler | None
     exact_steps: int
     alarm: Alarm | str | None
+
+
+@overload
+def compress(
+    ddp: DistributedDataParallel,
+    codec: str | Codec | Policy | PerLayer = "fp8",
+    *,
+    plan: str | Path | Planned | None = None,
+    min_numel: int = DEFAULT_MIN_NUMEL,
+    exclude: tuple[str, ...] = (),
+    topology: Topology | str | Links | None = "auto",
+    **options: Unpack[HookOptions],
+) -> "CompressedState": ...
+
+
+@overload
+def compress(
+    ddp: Any,
+    *,
+    mesh: DeviceMesh,
+    dims: Mapping[str, Any],
+    min_numel: int = DEFAULT_MIN_NUMEL,
+    exclude: tuple[str, ...] = (),
+    topology: Topology | str | Links | None = "auto",
+    **options: Unpack[HookOptions],
+) -> "MeshStates": ...
 
 
 def compress(

@@ -12,20 +12,27 @@ construction, or when the trainer has wrapped the model, before the first step.
 """
 
 from inspect import signature
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from commpress.choice import methods_of
-from commpress.codecs import codec_named
+from commpress.alarm import Alarm
+from commpress.choice import PerLayer, methods_of
+from commpress.codecs import Codec, Policy, codec_named
+from commpress.codecs.planned import Planned
+from commpress.collectives.measured_links import Links
+from commpress.collectives.topology import Topology
+from commpress.collectives.transports.factory import AgreeOver
 from commpress.errors import InvalidArgument, refuse_unknown
 from commpress.integrations.ddp.hook import CompressedState, compress
 from commpress.integrations.ddp.local import keep_local
 from commpress.integrations.ddp.overlap import averages, overlap
 from commpress.integrations.fsdp.fsdp2 import ShardedState, compress_fsdp
+from commpress.integrations.fsdp.shard_weights import Difference
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.optimizer import CompressedOptimizer
 
@@ -33,6 +40,28 @@ _OF_REPLICAS = {
     name for taker in (compress, CompressedState) for name in signature(taker).parameters
 } - {"codec", "options"}
 _OF_SHARDS = set(signature(compress_fsdp).parameters) - {"codec"}
+
+CodecOption = str | Codec | Policy | PerLayer | None
+
+
+class CompressionOptions(TypedDict, total=False):
+    """Keyword options of trainers' callbacks: those of ``compress`` for replicas, or of
+    ``compress_fsdp`` for shards."""
+
+    weights: str | Codec | Policy | Difference | None
+    plan: str | Path | Planned | None
+    min_numel: int
+    exclude: tuple[str, ...]
+    topology: Topology | tuple[Topology, str | Codec | Policy] | str | Links | None
+    error_feedback: bool | str | Codec
+    on_nonfinite: Literal["skip", "propagate", "raise"]
+    agree_over: AgreeOver | None
+    grad_scaler: torch.amp.GradScaler | None
+    exact_steps: int
+    regather: bool
+    overlap: bool
+    alarm: Alarm | str | None
+
 
 SHARDED, REPLICATED = "FSDP2", "DistributedDataParallel"
 
@@ -54,7 +83,10 @@ class Compression:
     """Options of ``compress`` or of ``compress_fsdp`` for a trainer's callback, named
     ``caller``."""
 
-    def __init__(self, caller: str, codec: Any, options: dict[str, Any]) -> None:
+    def __init__(
+        self, caller: str, codec: CodecOption, given: CompressionOptions | dict[str, Any]
+    ) -> None:
+        options: dict[str, Any] = {**given}
         refuse_unknown(caller, options, compress, CompressedState, compress_fsdp)
         for named in (codec, options.get("weights")):
             if isinstance(named, str) and not methods_of(named):
@@ -84,6 +116,11 @@ class Compression:
                 f"{self.caller} got codec={self.codec!r} alone, but the model is sharded by FSDP2, "
                 f"which also sends weights: pass {self.caller}(codec={self.codec!r}, "
                 "weights='int8'), or weights=None to send them exactly"
+            )
+        if wrapper == SHARDED and isinstance(self.codec, PerLayer):
+            raise InvalidArgument(
+                f"{self.caller} got codec={self.codec!r}, which chooses for replicas "
+                "(DistributedDataParallel), but the model is sharded by FSDP2: name a codec"
             )
         if wrapper == REPLICATED and self.for_shards:
             raise InvalidArgument(
@@ -133,8 +170,7 @@ class Compression:
         if isinstance(optimizer, CompressedOptimizer):
             return overlap(ddp, optimizer, grad_scaler=scaler)
         codec = "fp8" if self.codec is None else self.codec
-        state: CompressedState = compress(ddp, codec, **{"grad_scaler": scaler} | self.options)
-        return state
+        return compress(ddp, codec, **{"grad_scaler": scaler} | self.options)
 
     def shard(
         self,
@@ -150,8 +186,8 @@ class Compression:
                 "itself, but the model is sharded by FSDP2, which averages already: take another "
                 "optimizer, such as AdamW, or train replicas"
             )
-        options = dict[str, Any](grad_scaler=scaler) | self.options
-        return compress_fsdp(model, "fp8" if self.codec is None else self.codec, **options)
+        given: dict[str, Any] = {"codec": "fp8" if self.codec is None else self.codec}
+        return compress_fsdp(model, **given | {"grad_scaler": scaler} | self.options)
 
 
 def refuse_shards(caller: str, model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,9 @@ from commpress.integrations.observe.metrics import NORMS_EVERY, Metrics, Sink, S
 from commpress.integrations.trainers.compression import (
     REPLICATED,
     SHARDED,
+    CodecOption,
     Compression,
+    CompressionOptions,
     refuse_shards,
     wrapper_of,
 )
@@ -111,7 +113,13 @@ class Compress(_Beside):
     figures.
     """
 
-    def __init__(self, codec: Any = None, *, metrics: Sequence[Sink] = (), **options: Any) -> None:
+    def __init__(
+        self,
+        codec: CodecOption = None,
+        *,
+        metrics: Sequence[Sink] = (),
+        **options: Unpack[CompressionOptions],
+    ) -> None:
         self.compression, self.sinks = Compression("Compress", codec, options), metrics
         self.state: CompressedState | CompressedOptimizer | ShardedState | None = None
         self._optimizer: CompressedOptimizer | None = None
@@ -496,7 +504,11 @@ class DistributedCompression(DistributedDataParallelKwargs):
     """
 
     def __init__(
-        self, codec: Any = None, *, ddp: dict[str, Any] | None = None, **options: Any
+        self,
+        codec: CodecOption = None,
+        *,
+        ddp: dict[str, Any] | None = None,
+        **options: Unpack[CompressionOptions],
     ) -> None:
         self.compression = Compression("DistributedCompression", codec, options)
         if ddp is not None and self.compression.for_shards:

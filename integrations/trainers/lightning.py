@@ -10,7 +10,7 @@ callbacks=[LocalTraining()]                                     changes of the w
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import torch.distributed as dist
 from lightning.pytorch import Callback
@@ -23,7 +23,9 @@ from commpress.integrations.ddp.overlap import averages
 from commpress.integrations.fsdp.fsdp2 import ShardedState
 from commpress.integrations.trainers.compression import (
     SHARDED,
+    CodecOption,
     Compression,
+    CompressionOptions,
     refuse_shards,
     wrapper_of,
 )
@@ -71,7 +73,13 @@ class Compress(_Agreeing):
     the same number of ranks does not resume bit for bit.
     """
 
-    def __init__(self, codec: Any = None, *, elastic: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        codec: CodecOption = None,
+        *,
+        elastic: bool = False,
+        **options: Unpack[CompressionOptions],
+    ) -> None:
         self.compression, self.elastic = Compression("Compress", codec, options), elastic
         self.state: CompressedState | CompressedOptimizer | ShardedState | None = None
         self._saved: list[dict[str, Any]] = []  # of every rank that saved
