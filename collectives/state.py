@@ -17,7 +17,7 @@ the ranks change, residuals are handed over and ranks that are behind or new rec
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 
@@ -57,6 +57,14 @@ class Checked(NamedTuple):
     missing: str  # why there are no residuals: this is the state of another rank alone
 
 
+class ConnectOptions(TypedDict, total=False):
+    """Keyword options of ``Stateful.connect`` that optimizers pass on."""
+
+    process_group: Any
+    min_numel: int
+    transport: Transport | None
+
+
 class Stateful:
     """Object with a ``channel``, ``exchanges`` and a ``handover``, made by ``connect``.
 
@@ -81,7 +89,11 @@ class Stateful:
         min_numel: int = 1024,
         transport: Transport | None = None,
     ) -> None:
-        """Connect the ranks of ``process_group``, all of them by default; collective."""
+        """Connect the ranks of ``process_group``, all of them by default; collective.
+
+        - ``min_numel``: tensors with fewer elements are averaged exactly.
+        - ``transport``: in place of ``process_group``.
+        """
         self.channel = Channel.among(process_group) if transport is None else Channel(transport)
         size, workspace = self.channel.size, self.channel.workspace
         self.exchanges = Exchanges(policy_of(codec or "none", min_numel=min_numel), size, workspace)

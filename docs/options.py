@@ -63,8 +63,11 @@ def sources(taker: typing.Any) -> Iterator[typing.Any]:
             waiting += own
         there = vars(sys.modules[each.__module__]) | vars(sys.modules["commpress"])
         for path in ELSEWHERE.findall(inspect.getdoc(each) or ""):
-            name = path.rpartition(".")[2]
-            if callable(other := there.get(name) or getattr(sys.modules["commpress"], name, None)):
+            owner, _, name = path.rpartition(".")
+            other = there.get(name) or getattr(
+                there.get(owner, sys.modules["commpress"]), name, None
+            )
+            if callable(other):
                 waiting.append(other)
 
 

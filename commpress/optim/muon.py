@@ -21,7 +21,7 @@ Note: nothing changes before all messages of a step have arrived, finite on ever
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import sqrt
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -35,8 +35,7 @@ from commpress.collectives.frame import HEADER
 from commpress.collectives.handover import Divided
 from commpress.collectives.owners import Owners
 from commpress.collectives.residual_state import Residuals, check_widths, residuals_of
-from commpress.collectives.state import State, Stateful
-from commpress.collectives.transports.transport import Transport
+from commpress.collectives.state import ConnectOptions, State, Stateful
 from commpress.errors import (
     InvalidArgument,
     Mismatch,
@@ -86,9 +85,10 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
     - ``codec``: of gradients, with error feedback at the sender; int8 or finer. None sends float32.
     - ``update_codec``: of a matrix's update, with error feedback at the owner. None sends bfloat16,
       in which updates are computed, so nothing is lost.
-    - ``min_numel``: other tensors with fewer elements are averaged exactly.
     - ``check_every``: compare the weights of all ranks every so many steps; 0: never.
-    - ``transport``: in place of ``process_group``.
+
+    Other options are those of ``Stateful.connect``; matrices travel in ``codec`` whatever their
+    size.
     """
 
     averages_gradients = True  # over all ranks, in ``step``: nothing else may
@@ -110,13 +110,12 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
         adamw: Mapping[str, Any] | None = None,
         codec: str | Codec | None = "int8",
         update_codec: str | Codec | None = "int4",
-        min_numel: int = 1024,
         check_every: int = 1000,
-        process_group: Any = None,
-        transport: Transport | None = None,
+        **options: Unpack[ConnectOptions],
     ) -> None:
         refuse_model(params)
-        check_counts(min_numel=min_numel, check_every=check_every)
+        refuse_unknown("Muon", options, Muon, Stateful.connect)
+        check_counts(check_every=check_every, min_numel=options.get("min_numel", 0))
         there = codec_of("codec", codec, "none")
         back = codec_of("update_codec", update_codec, "bf16")
         check_fine("codec", there)
@@ -135,7 +134,7 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
         parameters, names = named_parameters(self.param_groups)
         self._check(parameters, names)
         self.check_every, self.counters = check_every, OptimizerCounters()
-        self.connect(process_group, codec=there, min_numel=min_numel, transport=transport)
+        self.connect(codec=there, **options)
         if self.channel.size == 1:  # nothing travels
             there, back = codec_named("none"), codec_named("bf16")
             self.exchanges.use(policy_of(there))
