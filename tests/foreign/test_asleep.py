@@ -61,6 +61,32 @@ CASES = {
     "llama": (MODELS["llama"], words),
 }
 
+FOUR = tuple(CASES)
+# of transformers, each with all of these sizes and some of its own
+FAMILIES = """Albert Bert DebertaV2 Electra ModernBert Roberta
+Cohere Falcon GPTNeoX Gemma Gemma2 Glm4 Granite Helium Llama Mistral Mixtral Nemotron Olmo Olmo2
+Olmoe Persimmon Phi Phi3 Qwen2 Qwen2Moe Qwen3 Qwen3Moe SmolLM3 StableLm Starcoder2"""
+MASKED = FAMILIES.splitlines()[0].split()
+COMMON = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+COMMON |= {"num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 64}
+COMMON |= {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SPARSE |= {"shared_expert_intermediate_size": 32}
+OWN = {"Albert": {"embedding_size": 32}, "Mixtral": {"num_local_experts": 4}}
+OWN |= dict.fromkeys(("Olmoe", "Qwen2Moe"), SPARSE) | {"Qwen3Moe": SPARSE | {"head_dim": 16}}
+OWN |= {key: {"head_dim": 16} for key in ("Gemma", "Gemma2", "Glm4", "Helium", "Qwen3")}
+CASES |= {
+    name: (
+        partial(
+            model,
+            f"{name}For{'MaskedLM' if name in MASKED else 'CausalLM'}",
+            **COMMON | OWN.get(name, {}),
+        ),
+        words,
+    )
+    for name in FAMILIES.split()
+}
+
 
 def flat(tensors):
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
@@ -113,7 +139,8 @@ def moves(name, codec, steps):
 
 
 OFTEN = [("detr", 50), ("mamba", 50)]
-LONG = [seldom(name, steps) for name in CASES for steps in (50, 200) if (name, steps) not in OFTEN]
+OTHERS = [(name, 50) for name in CASES] + [(name, 200) for name in FOUR]
+LONG = [seldom(*case) for case in OTHERS if case not in OFTEN]
 
 
 @pytest.mark.usefixtures("one_thread")
