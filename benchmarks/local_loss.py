@@ -12,7 +12,8 @@ time and continued.
            every="auto" makes them: means of weights, of which a rank keeps --alpha of its own
            (default half) when one arrives; --outer and --momentum of Nesterov in place of the plain
            mean. The inner rate is searched for each
-  --hooks CODEC   also synchronous gradients in this codec, as commpress.compress sends them
+  --hooks CODEC   also synchronous gradients in this codec, as commpress.compress sends them;
+           per-layer-CODEC: in codecs or ranks that PerLayer chooses every 100 steps
   --optimizers NAME  also OneBitAdam or ZeroOneAdam, whose first tenth is exact
 Columns of the table:
   gap      held-out loss against synchronous training at its best rate, mean over the seeds that
@@ -26,15 +27,19 @@ Columns of the table:
 import argparse
 import copy
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from math import cos, pi
 from statistics import mean
+from threading import Barrier
 from typing import Any
 
 import torch
 
 import commpress
+from commpress.alarm import Peers
+from commpress.choice import Seen, choice_of
 from commpress.cli import harness
 from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.cli.option_groups import option
@@ -52,6 +57,7 @@ from kept import Runs
 WINDOWS, LENGTH, WIDTH, LAYERS = 32, 64, 128, 5
 RATES, OUTER_RATES = (1e-3, 2e-3, 4e-3, 8e-3), (0.5, 0.7, 0.9)
 STEPS, EVERY, CODECS = 2000, (10, 30, 100), ("none", "int4", "bits2", "sign")
+PER_LAYER, LAYERED = "per-layer-", 100  # begins a hook's name; steps between two choices
 # cells of several seeds
 SEEDED = [(every, codec) for every in (10, 30) for codec in ("int4", "bits2")]
 # per cent above synchronous training
@@ -373,13 +379,25 @@ class Hook:
         for name, parameter in model.named_parameters():
             self.spans.append(Span(name, at, parameter.numel()))
             at += parameter.numel()
+        self.codec: str | commpress.PerLayer = run.codec
+        if run.codec.startswith(PER_LAYER):
+            self.codec = commpress.PerLayer(run.codec.removeprefix(PER_LAYER), LAYERED)
+        choices = [choice_of(self.codec, policy_of) for _ in range(run.ranks)]
         self.ranks = [
             (
                 channel,
-                Exchanges(policy_of(run.codec), run.ranks, channel.workspace),
+                Exchanges(
+                    choice.usual or policy_of("none"),
+                    run.ranks,
+                    channel.workspace,
+                    any_rank=True,
+                ),
                 torch.empty(at),
+                choice,
             )
-            for channel in map(Channel, Loopback(run.ranks).transports())
+            for channel, choice in zip(
+                map(Channel, Loopback(run.ranks).transports()), choices, strict=True
+            )
         ]
 
     def keep(self, rank: int) -> None:
@@ -390,16 +408,43 @@ class Hook:
             buffer[span.source :][: span.numel] = parameter.grad.flatten()
             parameter.grad = None
 
+    def choose(self, step: int) -> None:
+        """Let all ranks choose their codecs at the same time, as they do in a run."""
+        size, tables = len(self.ranks), list[torch.Tensor]()
+        barrier = Barrier(size)
+
+        def total(table: torch.Tensor) -> torch.Tensor:
+            tables.append(table)
+            barrier.wait()
+            return torch.stack(tables).sum(0)
+
+        def one(rank: int) -> None:
+            _, exchanges, _, choice = self.ranks[rank]
+            now = choice.at(step, Peers(rank, size, total))
+            assert now.policy is not None
+            exchanges.use(now.policy)
+
+        with ThreadPoolExecutor(size) as threads:
+            list(threads.map(one, range(size)))
+
     def reduce(self, step: int) -> None:
         """Put the mean of all ranks' gradients into the parameters."""
         shapes = [parameter.shape for parameter in self.parameters]
-        jobs = []
-        for channel, exchanges, buffer in self.ranks:
+        looks = self.ranks[0][3].looks(step)
+        if looks or self.ranks[0][3].looks(step - 1):
+            self.choose(step)
+        jobs, seen = [], []
+        for channel, exchanges, buffer, _ in self.ranks:
             exchange = exchanges.of((), lambda: (self.spans, shapes), buffer.device)
             call = channel.call(exchange.sequences, step)
+            seen.append(
+                Seen(self.spans, buffer.clone() if looks else buffer, None, (), exchange.plans)
+            )
             jobs.append(exchange.steps(channel, buffer, call))
         for outcomes in simulate(jobs):
             settle(outcomes, taken=True)
+        for (*_, choice), each in zip(self.ranks, seen, strict=True) if looks else ():
+            choice.observe(step, each)
         for span, parameter in zip(self.spans, self.parameters, strict=True):
             mean_gradient = self.ranks[0][2][span.source :][: span.numel]
             parameter.grad = mean_gradient.view_as(parameter).clone()

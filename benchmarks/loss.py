@@ -16,7 +16,8 @@ the loss. So both are measured where each is measured best, and multiplied:
 Seconds to the target are the sum of the times of the steps up to it, whatever their kinds.
   no-network               what plain does, timed without communication
   plain, bf16, powersgdN   torch's hooks with AdamW; PowerSGD's first two steps are plain ones
-  powersgd-4, int8 …       commpress.compress with that codec, and AdamW
+  powersgd-4, int8 …       commpress.compress with that codec, and AdamW; per-layer-powersgd-4:
+                           PerLayer, every 25 steps
   local-K, local-K-CODEC   commpress.LocalUpdates: rounds of K steps that hide their exchange
   onebit, zero-one         commpress, overlapped with backward. onebit-int8-12: twelve exact rounds,
                            and these in int8 with error feedback; or bf16, int4, log3; if not named,
@@ -81,6 +82,8 @@ UNSET = 1e-4  # rate of an optimizer that is set before each step, or whose step
 PLAIN_FIRST = 2  # steps before PowerSGD compresses
 _OURS = re.compile(r"(onebit|zero-one)(?:-(bf16|int8|int4|log3))?(?:-(\d+))?(-every)?")
 _LOCAL = re.compile(r"local-(\d+)(?:-(\D.*))?")
+_LAYERED = re.compile(r"per-layer-(.*)")
+LAYERED = 25  # steps between two choices of codecs by layer
 _DEEPSPEED = re.compile(r"(deepspeed-(?:onebit|zero-one))(?:-(\d+))?")
 BETA1 = 0.9
 
@@ -115,6 +118,8 @@ def variant_of(name: str, warmup: int) -> Variant:
         return Variant(name, name)
     if rounds := _LOCAL.fullmatch(name):
         return Variant(name, "local", rounds[2] or "int4", every=int(rounds[1]))
+    if layered := _LAYERED.fullmatch(name):
+        return Variant(name, "per-layer", commpress.PerLayer(layered[1]).uniform)
     if peer := _DEEPSPEED.fullmatch(name):
         return Variant(name, peer[1], warmup=int(peer[2] or warmup))
     match = _OURS.fullmatch(name)
@@ -123,9 +128,10 @@ def variant_of(name: str, warmup: int) -> Variant:
             codec_named(name)
         except InvalidArgument as error:
             raise InvalidArgument(
-                f"variant is {name!r}, expected no-network, plain, bf16, powersgdN, local-K, a "
-                f"codec ({error}), or onebit or zero-one, with or without the codec and number of "
-                "its exact rounds: onebit-int8-12; or deepspeed-onebit-12 or deepspeed-zero-one"
+                f"variant is {name!r}, expected no-network, plain, bf16, powersgdN, local-K, "
+                f"per-layer-CODEC, a codec ({error}), or onebit or zero-one, with or without the "
+                "codec and number of its exact rounds: onebit-int8-12; or deepspeed-onebit-12 or "
+                "deepspeed-zero-one"
             ) from None
         return Variant(name, "hook")
     return Variant(name, match[1], match[2] or "none", int(match[3] or warmup), not match[4])
@@ -528,7 +534,10 @@ def theirs(
     timed: bool = False,
 ) -> training.Trainee:
     """AdamW under one of torch's hooks, or ours for a codec."""
-    training.attach(ddp, "compute" if timed and variant.name == FLOOR else variant.name)
+    if variant.family == "per-layer":
+        commpress.compress(ddp, commpress.PerLayer(variant.exact_codec, LAYERED))
+    else:
+        training.attach(ddp, "compute" if timed and variant.name == FLOOR else variant.name)
     optimizer = adamw(ddp, options)
     return training.Trainee(variant.name, ddp, optimizer, training.load_of(options, seed=seed))
 

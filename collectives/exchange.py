@@ -75,6 +75,7 @@ class Exchange(ABC):
     messages: list[Message]  # for counters and headers
     sequences: int  # sequence numbers that one call takes
     waits: int | None  # how often the steps wait, if known beforehand
+    plans: Sequence[MatrixPlan] = ()  # of tensors that travel as matrices
 
     @abstractmethod
     def steps(
@@ -142,13 +143,13 @@ class Reduce(Exchange):
         self,
         spans: list[Span],
         rows: list[Message],
-        matrices: Sequence[MatrixPlan],
+        plans: Sequence[MatrixPlan],
         feedbacks: list[ErrorFeedback | None],
     ) -> None:
-        self.spans, self.rows, self.matrices, self.feedbacks = spans, rows, matrices, feedbacks
-        self.messages = [*rows, *(plan.message for plan in matrices)]
-        self.sequences = len(rows) + sum(plan.MESSAGES for plan in matrices)
-        self.waits = None if matrices else 2 * len(rows)
+        self.spans, self.rows, self.plans, self.feedbacks = spans, rows, plans, feedbacks
+        self.messages = [*rows, *(plan.message for plan in plans)]
+        self.sequences = len(rows) + sum(plan.MESSAGES for plan in plans)
+        self.waits = None if plans else 2 * len(rows)
 
     def steps(
         self,
@@ -158,11 +159,11 @@ class Reduce(Exchange):
     ) -> Steps[list[Outcome]]:
         count = len(self.rows)
         rows = reduce_bucket(buffer, self.feedbacks[:count], self.rows, call)
-        if not self.matrices:
+        if not self.plans:
             return (yield from rows)
         jobs: list[Steps[Any]] = []
         call = call.after(count)
-        for plan, feedback in zip(self.matrices, self.feedbacks[count:], strict=True):
+        for plan, feedback in zip(self.plans, self.feedbacks[count:], strict=True):
             if feedback is not None:
                 feedback.join(plan.message.pieces, channel.rank)
             jobs.append(reduce_matrices(buffer, feedback, plan, call))
@@ -201,7 +202,7 @@ class ReduceInLevels(Exchange):
         matrices: Sequence[tuple[MatrixPlan, ErrorFeedback | None]] = (),
     ) -> None:
         self.spans, self.routes, self.feedbacks = spans, routes, feedbacks
-        self.matrices = matrices
+        self.matrices, self.plans = matrices, [plan for plan, _ in matrices]
         self.messages = [way.message for way in routes] + [plan.message for plan, _ in matrices]
         self.sequences = len(routes) + sum(m.MESSAGES for m, _ in matrices)
         self.waits = None
@@ -266,7 +267,8 @@ class Exchanges:
     """All exchanges of one object, with their residuals.
 
     ``feedback``: keep compression errors as residuals and send them later. ``levels``: those of the
-    channel, if it has a topology. ``residuals``: a store shared with other objects.
+    channel, if it has a topology. ``residuals``: a store shared with other objects. ``any_rank``:
+    a policy or a state may bring matrices of other ranks.
     """
 
     def __init__(
@@ -278,7 +280,9 @@ class Exchanges:
         levels: Levels | None = None,
         feedback: bool = True,
         residuals: ResidualStore | None = None,
+        any_rank: bool = False,
     ) -> None:
+        self.any_rank = any_rank
         self.policy, self.size, self.workspace, self.levels = policy, size, workspace, levels
         self.feedback = feedback
         self.residuals = ResidualStore() if residuals is None else residuals
@@ -355,7 +359,9 @@ class Exchanges:
         """Send tensors with whole-tensor codecs as matrices and the rest in rows."""
         attach, size, bases = self.residuals.attach, self.size, self.bases
         plans = [
-            plan_matrices(found, size, bases, device=device, factors=factors)
+            plan_matrices(
+                found, size, bases, device=device, factors=factors, any_rank=self.any_rank
+            )
             for factors, found in matrices_of(spans, shapes, policy)
         ]
 
@@ -387,7 +393,7 @@ class Exchanges:
 
     def check_choices(self, state: dict[str, Any]) -> None:
         """Raise ``StateMismatch`` unless ``load_choices`` accepts ``state``."""
-        check_bases(self.bases, state.get("bases", {}))
+        check_bases(self.bases, state.get("bases", {}), any_rank=self.any_rank)
 
     def load(self, residuals: Mapping[Key, Residual]) -> None:
         """Load residuals of these tensors."""
@@ -396,7 +402,7 @@ class Exchanges:
     def load_choices(self, state: dict[str, Any]) -> None:
         """Load ``choices``; bases that are not in ``state`` start anew."""
         saved = state.get("bases", {})
-        load_bases(self.bases, saved)
+        load_bases(self.bases, saved, any_rank=self.any_rank)
         if since := self.bases.keys() - saved.keys():
             for name in since:
                 del self.bases[name]

@@ -129,9 +129,10 @@ def plan_matrices(
     *,
     device: torch.device,
     factors: Codec = EXACT,
+    any_rank: bool = False,
 ) -> MatrixPlan:
     """Plan matrices, starting from their ``bases`` if known; afterwards ``bases`` points into the
-    plan."""
+    plan. ``any_rank``: bases may have more or fewer rows than the ranks of now."""
     names = tuple(span.name for span, _ in found)
     table = stack(
         Matrix(span.source, *shape, zlib.crc32(span.name.encode())) for span, shape in found
@@ -142,8 +143,9 @@ def plan_matrices(
     for name, (_, (_, wide, rank)), line in zip(names, found, table.table, strict=True):
         view = basis[line[RIGHT] : line[RIGHT] + rank * wide].view(rank, wide)
         if name in bases:
-            check_basis(name, view, bases[name])
-            view.copy_(bases[name])
+            check_basis(name, view, bases[name], any_rank=any_rank)
+            known = bases[name][:rank]
+            view[: len(known)] = known
         bases[name] = view
     label = "\n".join(f"{name} {shape}" for name, (_, shape) in zip(names, found, strict=True))
     coded = "" if factors.lossless else f"+{factors.spec}"
@@ -173,8 +175,10 @@ def plan_matrices(
     )
 
 
-def check_basis(name: str, mine: torch.Tensor, theirs: torch.Tensor) -> None:
-    if mine.shape != theirs.shape:
+def check_basis(
+    name: str, mine: torch.Tensor, theirs: torch.Tensor, *, any_rank: bool = False
+) -> None:
+    if theirs.shape[any_rank:] != mine.shape[any_rank:] or theirs.dim() != 2:
         raise StateMismatch(
             f"the basis of parameter {name!r} has shape {tuple(theirs.shape)}, expected "
             f"{tuple(mine.shape)} (rank, columns): the state is of another model or rank"
@@ -280,17 +284,20 @@ def add_error(
         outcome.discard()
 
 
-def check_bases(bases: Bases, loaded: Mapping[str, torch.Tensor]) -> None:
+def check_bases(
+    bases: Bases, loaded: Mapping[str, torch.Tensor], *, any_rank: bool = False
+) -> None:
     for name, basis in loaded.items():
         if name in bases:
-            check_basis(name, bases[name], basis)
+            check_basis(name, bases[name], basis, any_rank=any_rank)
 
 
-def load_bases(bases: Bases, loaded: Mapping[str, torch.Tensor]) -> None:
-    """Load bases into existing plans, or keep them for later plans."""
-    check_bases(bases, loaded)
+def load_bases(bases: Bases, loaded: Mapping[str, torch.Tensor], *, any_rank: bool = False) -> None:
+    """Load bases into existing plans, or keep them for later plans: those of other ranks for the
+    policy that comes with them."""
+    check_bases(bases, loaded, any_rank=any_rank)
     for name, basis in loaded.items():
-        if name in bases:
+        if name in bases and bases[name].shape == basis.shape:
             bases[name].copy_(basis)
         else:
             bases[name] = basis.clone()

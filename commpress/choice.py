@@ -24,12 +24,21 @@ import torch
 from commpress.alarm import NONE, WARN, Alarm, Peers
 from commpress.codecs import Codec, Policy, codec_named
 from commpress.codecs.planned import PLAIN
-from commpress.codecs.whole_tensors import WholeTensorCodec
+from commpress.codecs.whole_tensors import LowRankCodec
 from commpress.collectives.allreduce import Outcome
 from commpress.collectives.buckets import Span
+from commpress.collectives.powersgd import MatrixPlan
 from commpress.errors import InvalidArgument, check_counts
+from commpress.kernels.matrices import SOURCE, TALL, WIDE
 from commpress.logs import tell_on_first, warn_on_first
-from commpress.plan.assignment import OPTIONS, assign_by, errors_of
+from commpress.plan.assignment import (
+    OPTIONS,
+    assign_by,
+    assign_ranks,
+    errors_of,
+    errors_of_ranks,
+    rank_options,
+)
 
 AUTO = "auto"
 # from the most exact to the coarsest; a codec that may change a loss is tried only on request
@@ -41,6 +50,7 @@ CONSECUTIVE = 3  # steps of a method in a row; the first of them does not count
 ROUNDS = 4  # turns of each method
 MARGIN = 0.03  # share of its seconds that a coarser method must save over a finer one
 LATE = 2.0  # limit of residuals, in gradients, for a codec that the user did not ask for
+SETTLED = 20  # steps before the first look at the ranks of gradients
 SAMPLED = 1 << 16  # elements examined, spread evenly over all parameters
 EVERY = 100  # steps between two looks at the chosen codec
 PATIENCE = 2  # late looks in a row before another codec replaces it
@@ -59,13 +69,14 @@ class Now(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A bucket of this rank: its gradient, the encoder's input, and the outcomes with new
-    residuals."""
+    """A bucket of this rank: its gradient, the encoder's input, the outcomes with new residuals,
+    and the plans of what travels as matrices."""
 
     spans: Sequence[Span]
     gradient: torch.Tensor
     compensated: torch.Tensor | None
     outcomes: Sequence[Outcome]
+    plans: Sequence[MatrixPlan] = ()
 
 
 class Choice:
@@ -298,11 +309,12 @@ def methods_of(codec: object) -> tuple[str, ...]:
 @dataclass(frozen=True)
 class PerLayer:
     """Choose a codec for every layer from the current gradients, again every ``every`` steps: the
-    fewest bytes at the total error that ``uniform`` would make in all layers.
+    fewest bytes at the total error that ``uniform`` would make in all layers. Of PowerSGD the rank
+    of every matrix: the least total error in the bytes of ``uniform``.
 
-    ``commpress.compress(ddp, commpress.PerLayer("int4", every=1000))``.
+    ``commpress.compress(ddp, commpress.PerLayer("powersgd-8+fp8", every=100))``.
 
-    - ``uniform``: the codec that sets the total error.
+    - ``uniform``: the codec that sets the total error, or the bytes.
     - ``every``: steps between two choices.
     """
 
@@ -316,11 +328,7 @@ class PerLayer:
                 f"PerLayer got {self.uniform!r} and every={self.every!r}, expected a name such as "
                 "'int4' and a number from 1"
             )
-        if isinstance(codec_named(self.uniform), WholeTensorCodec):
-            raise InvalidArgument(
-                f"PerLayer got {self.uniform!r}, which compresses whole tensors, expected a codec "
-                "of rows, whose errors can be compared, such as 'int4'"
-            )
+        codec_named(self.uniform)
 
 
 @dataclass(frozen=True)
@@ -352,7 +360,7 @@ class Layered(Choice):
         self.options = tuple(dict.fromkeys([*OPTIONS, wanted.uniform]))
         self.rules: dict[str, str] = {}  # name → codec, as last chosen
         self._errors: dict[str, list[float]] = {}
-        self._numels: dict[str, int] = {}
+        self._shapes: dict[str, tuple[int, int]] = {}
 
     def looks(self, step: int) -> bool:
         return step >= self.start and (step - self.start) % self.wanted.every == 0
@@ -362,7 +370,7 @@ class Layered(Choice):
             if not self.base.choose(span.name, span.numel).lossless:
                 part = seen.gradient[span.source : span.source + span.numel]
                 self._errors[span.name] = errors_of(part, self.options)
-                self._numels[span.name] = span.numel
+                self._shapes[span.name] = 1, span.numel
 
     def at(self, step: int, peers: Peers, *, aborted: bool = False) -> Now:
         if self._errors:
@@ -370,20 +378,23 @@ class Layered(Choice):
         return Now(self.usual, exact=step < self.start, looks=self.looks(step))
 
     def _decide(self, step: int, peers: Peers) -> None:
-        names, wanted = sorted(self._errors), self.wanted
+        names = sorted(self._errors)
         table = peers.total(torch.tensor([self._errors[n] for n in names], dtype=torch.float64))
         self._errors.clear()
         if not torch.isfinite(table).all():
             return
-        rows = dict(zip(names, table.tolist(), strict=True))
-        found = assign_by(
-            rows, self._numels, self.options, ranks=peers.size, uniform=wanted.uniform
-        )
-        self.why = (
-            f"of step {step}: {found.gain:.2f} times fewer bytes than {wanted.uniform} for every "
-            "layer, at its error"
-        )
-        self._use(self.rules | dict(found.rules))
+        rules, gain = self.assigned(dict(zip(names, table.tolist(), strict=True)), peers.size)
+        self.why = f"of step {step}: {gain}"
+        self._use(self.rules | rules)
+
+    def assigned(
+        self, errors: Mapping[str, Sequence[float]], ranks: int
+    ) -> tuple[dict[str, str], str]:
+        """Return the codec of each of these layers, and what that gains."""
+        uniform, numels = self.wanted.uniform, {name: self._shapes[name][1] for name in errors}
+        found = assign_by(errors, numels, self.options, ranks=ranks, uniform=uniform)
+        gain = f"{found.gain:.2f} times fewer bytes than {uniform} for every layer, at its error"
+        return dict(found.rules), gain
 
     def _use(self, rules: Mapping[str, str]) -> None:
         self.rules = dict(rules)
@@ -398,6 +409,38 @@ class Layered(Choice):
             codec_named(codec)
         self._errors.clear()
         self._use(rules)
+
+
+class LayeredRanks(Layered):
+    """Choose the rank of every matrix that travels as two factors; other tensors stay with the
+    codec that they have, so that residuals keep their cut."""
+
+    def __init__(
+        self, wanted: PerLayer, codec: LowRankCodec, named: Named, *, start: int = 0
+    ) -> None:
+        super().__init__(wanted, named, start=start)
+        self._codec, self._ranks = codec, rank_options(codec)
+
+    def looks(self, step: int) -> bool:
+        # the very first gradients of a model say little about the ranks of later ones
+        every, since = self.wanted.every, step - self.start
+        return since >= 0 and since % every == min(SETTLED, every - 1)
+
+    def observe(self, step: int, seen: Seen) -> None:
+        for plan in seen.plans:
+            for name, line in zip(plan.names, plan.matrices.table.tolist(), strict=True):
+                shape = line[TALL], line[WIDE]
+                part = seen.gradient[line[SOURCE] :][: shape[0] * shape[1]]
+                self._errors[name] = errors_of_ranks(part.view(shape), self._ranks)
+                self._shapes[name] = shape
+
+    def assigned(
+        self, errors: Mapping[str, Sequence[float]], ranks: int
+    ) -> tuple[dict[str, str], str]:
+        uniform = self.wanted.uniform
+        found = assign_ranks(errors, self._shapes, self._codec, ranks=ranks)
+        rules = {n: re.sub(r"\d+", str(rank), uniform, count=1) for n, rank in found.ranks.items()}
+        return rules, f"{found.share:.2f} of the error of {uniform} for every layer, in its bytes"
 
 
 # ---------------------------------------------------------------- an alarm
@@ -458,7 +501,12 @@ def choice_of(
         widens = isinstance(codec, str) and ":" not in codec
         choice = Auto(methods, named, widens=widens, start=exact_steps, numel=numel)
     elif isinstance(codec, PerLayer):
-        choice = Layered(codec, named, start=exact_steps)
+        uniform = codec_named(codec.uniform)
+        choice = (
+            LayeredRanks(codec, uniform, named, start=exact_steps)
+            if isinstance(uniform, LowRankCodec)
+            else Layered(codec, named, start=exact_steps)
+        )
     else:
         choice = Choice(None if codec is None else named(codec), start=exact_steps)
     return choice if alarm is None else Alarmed(choice, alarm, named, start=exact_steps)

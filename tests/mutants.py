@@ -77,6 +77,27 @@ MUTANTS = [
         "tests/codecs/test_low_rank.py",
     ),
     Mutant(
+        "a matrix of another rank begins with a new basis",
+        "collectives/powersgd.py",
+        "view[: len(known)] = known",
+        "view[: len(known)] = known if len(known) == rank else view[: len(known)]",
+        "tests/codecs/test_low_rank.py -k other_ranks",
+    ),
+    Mutant(
+        "ranks are chosen without a look at their bytes",
+        "commpress/plan/assignment.py",
+        "sum(row[uniform] for row in nbytes))",
+        "sum(map(max, nbytes)))",
+        "tests/plan/test_rank_choice.py",
+    ),
+    Mutant(
+        "a sketch sees few of the largest singular vectors",
+        "commpress/plan/assignment.py",
+        "for _ in range(2):\n            sketch",
+        "for _ in range(0):\n            sketch",
+        "tests/plan/test_rank_choice.py",
+    ),
+    Mutant(
         "errors of factors between nodes are in units of a rank",
         "collectives/exchange.py",
         "scale=hierarchy.scale,",

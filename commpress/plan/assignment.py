@@ -9,23 +9,28 @@ price λ ≥ 0 of an error, Σ min(cost + λ·error) − λ·(what is left of th
 layers to come can cost.
 
 Errors are squared norms of what a codec loses of a gradient that was measured (``errors_of``);
-costs are bytes or seconds.
+costs are bytes or seconds. For the ranks of low-rank codecs the two change places: the least error
+in the bytes that one rank for all layers would take (``assign_ranks``).
 """
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 import torch
 
 from commpress.codecs import Codec, codec_named
+from commpress.codecs.whole_tensors import LowRankCodec
 from commpress.collectives.buckets import one_message
 from commpress.errors import InvalidArgument
 from commpress.kernels.devices import arithmetic
 from commpress.kernels.pieces import width_of
 
 OPTIONS = ("sign", "bits2", "bits3", "bits4", "int4", "bits6", "int8", "topk-64", "topk-16", "none")
+RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+SPARE = 8  # columns of a sketch beyond the largest rank
 _ROUNDING = 1e-9
 
 
@@ -195,3 +200,65 @@ def assign_by(
     found = cheapest(costs, list(errors.values()), bound)
     rules = {name: codecs[o] for name, o in zip(errors, found.options, strict=True)}
     return Assignment(rules, found.cost, found.error, sum(row[at] for row in costs), bound)
+
+
+# ---------------------------------------------------------------- ranks
+
+
+def rank_options(codec: LowRankCodec) -> tuple[int, ...]:
+    return tuple(sorted({*RANKS, codec.rank}))
+
+
+def errors_of_ranks(matrix: torch.Tensor, options: Sequence[int]) -> list[float]:
+    """‖M − Mᵣ‖² of the best approximation of each rank, from a random sketch that two rounds of
+    power iteration have turned towards the largest singular vectors."""
+    m, columns = matrix.float(), options[-1] + SPARE
+    m = m if len(m) <= m.shape[1] else m.T
+    if len(m) > columns:
+        draws = torch.Generator(m.device).manual_seed(0)
+        sketch = m @ torch.randn(m.shape[1], columns, generator=draws, device=m.device)
+        for _ in range(2):
+            sketch = m @ (m.T @ torch.linalg.qr(sketch).Q)
+        m = torch.linalg.qr(sketch).Q.T @ m
+    m = m.double()
+    squares = torch.linalg.eigvalsh(m @ m.T).flip(0).cumsum(0).tolist()
+    whole = float(matrix.double().square().sum())
+    return [max(whole - squares[min(rank, len(squares)) - 1], 0.0) for rank in options]
+
+
+@dataclass(frozen=True)
+class RankAssignment:
+    """A rank for each matrix, and what that errs in sum, as a share of one rank's for all."""
+
+    ranks: Mapping[str, int]
+    share: float
+
+
+def assign_ranks(
+    errors: Mapping[str, Sequence[float]],
+    shapes: Mapping[str, tuple[int, int]],
+    codec: LowRankCodec,
+    *,
+    ranks: int,
+) -> RankAssignment:
+    """The least summed error in the bytes that ``codec`` takes for all matrices. ``errors``: of
+    each of ``rank_options(codec)``."""
+    options = rank_options(codec)
+    codecs = [replace(codec, rank=rank) for rank in options]
+    able: list[list[int]] = []  # by matrix: options that save bytes, the largest again for others
+    for shape in map(shapes.__getitem__, errors):
+        takes = [i for i, each in enumerate(codecs) if each.takes(shape)]
+        able.append(takes + takes[-1:] * (len(options) - len(takes)))
+    losses = [[row[i] for i in at] for row, at in zip(errors.values(), able, strict=True)]
+    nbytes = [
+        [codecs[i].bits(shapes[name], ranks) * prod(shapes[name]) / 4 for i in at]
+        for name, at in zip(errors, able, strict=True)
+    ]
+    uniform = options.index(codec.rank)
+    found = cheapest(losses, nbytes, sum(row[uniform] for row in nbytes))
+    chosen = zip(errors, able, found.options, strict=True)
+    usual = sum(row[uniform] for row in losses)
+    return RankAssignment(
+        {name: options[at[option]] for name, at, option in chosen},
+        found.cost / usual if usual else 1.0,
+    )

@@ -351,6 +351,7 @@ class CompressedState(Stateful):
             self.channel.workspace,
             levels=self.channel.levels,
             feedback=error_feedback,
+            any_rank=isinstance(codec, PerLayer),
         )
         self._plain = Plain(self._plain_group(), self.counters)
         self._survives = can_reform(process_group)  # failed backwards: another may follow
@@ -594,7 +595,8 @@ class CompressedState(Stateful):
         if measure and finite and before is not None:
             self.counters.errors.update(relative_errors(before, exchange.spans, outcomes))
         if own is not None and finite:
-            self.choice.observe(round.number, Seen(exchange.spans, own, before, outcomes))
+            seen = Seen(exchange.spans, own, before, outcomes, exchange.plans)
+            self.choice.observe(round.number, seen)
         self.counters.bucket(bucket.numel(), exchange.messages, self.channel.size)
         yield from self._end(bucket, finite, outcomes, round)
 

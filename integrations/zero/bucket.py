@@ -308,7 +308,7 @@ def reduction_bytes(bucket: FlatGroup) -> int:
     """Return the bytes that one rank sends to its peers for the mean gradients of a bucket."""
     if bucket.exchange is None:
         return bytes_of(bucket.reduce_plan)
-    return sum(plan.sent_bytes(bucket.ranks) for plan in bucket.exchange.matrices)
+    return sum(plan.sent_bytes(bucket.ranks) for plan in bucket.exchange.plans)
 
 
 def bytes_of(plan: Sequence[Deal]) -> int:

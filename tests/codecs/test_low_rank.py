@@ -18,7 +18,7 @@ from commpress.collectives.residual_state import flat_parts
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
 from commpress.collectives.two_level import hierarchy_of
-from commpress.errors import InvalidArgument
+from commpress.errors import InvalidArgument, StateMismatch
 from commpress.feedback import ErrorFeedback
 from commpress.kernels import low_rank as torch_low_rank
 from commpress.kernels.cpu import low_rank as cpu_low_rank
@@ -509,3 +509,21 @@ def test_what_rows_left_behind_is_sent_when_tensors_travel_whole(loaded):
     ]
     torch.testing.assert_close(torch.stack(owed).double().mean(0), total, atol=2e-5, rtol=0)
     assert float(total.norm()) > 1
+
+
+def test_matrices_of_other_ranks_go_on_from_the_basis_they_have():
+    spans, shapes = [Span("w", 0, 40 * 64)], [(40, 64)]
+    found = {
+        rank: matrices_of(spans, shapes, policy_of(LowRankCodec(rank)))[0][1] for rank in (2, 5)
+    }
+    bases = {}
+    two = plan_matrices(found[2], 2, bases, device=CPU)
+    two.basis.copy_(torch.randn(two.basis.numel(), generator=torch.Generator().manual_seed(1)))
+    had = bases["w"].clone()
+    with pytest.raises(StateMismatch, match=r"shape \(2, 64\), expected \(5, 64\)"):
+        plan_matrices(found[5], 2, dict(bases), device=CPU)
+    plan_matrices(found[5], 2, bases, device=CPU, any_rank=True)
+    assert torch.equal(bases["w"][:2], had)
+    assert (bases["w"][2:].norm(dim=1) > 0.5).all(), "new rows are random ones"
+    plan_matrices(found[2], 2, bases, device=CPU, any_rank=True)
+    assert torch.equal(bases["w"], had)

@@ -1,6 +1,8 @@
 """Choices of codecs over time: trials, plans, a codec for every layer; all ranks choose alike, and
 nothing owed is lost when compression ends."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ from commpress.choice import (
     methods_of,
     steps_of_trial,
 )
-from commpress.codecs import policy_of
+from commpress.codecs import codec_named, policy_of
 from commpress.codecs.planned import Planned, load_plan
 from commpress.collectives.buckets import Span
 from commpress.errors import InvalidArgument
@@ -323,11 +325,11 @@ QUIET, LOUD = "0.weight", "1.weight"
 class Layers:
     """Two layers; gradients of one are a thousand times larger than those of the other."""
 
-    def __init__(self, every, **options):
+    def __init__(self, every, uniform="int4", **options):
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
         self.ddp = DistributedDataParallel(self.model)
-        self.state = commpress.compress(self.ddp, commpress.PerLayer("int4", every), **options)
+        self.state = commpress.compress(self.ddp, commpress.PerLayer(uniform, every), **options)
         self.draws = torch.Generator().manual_seed(dist.get_rank())
 
     def steps(self, count, loud=LOUD, bad=-1):
@@ -381,10 +383,65 @@ def test_gradients_that_are_not_finite_change_nothing(pool):
         assert after == before
 
 
-def resumed():
-    session = Layers(100)
+def ranks_chosen(topology):
+    """By turns: the rules, and what a step without a choice sends."""
+    session, seen = Layers(2, "powersgd-4+fp8", topology=topology), []
+    for loud in (LOUD, LOUD, LOUD, QUIET, QUIET):  # looks at the second and the fourth
+        before = session.state.channel.sent_bytes
+        session.steps(1, loud)
+        seen.append((session.rules(), session.state.channel.sent_bytes - before))
+    return seen, session.state.counters.choice
+
+
+@pytest.mark.parametrize(("size", "topology"), [(2, None), (4, "2x2")])
+def test_ranks_follow_the_gradients_in_the_same_bytes(pool, size, topology):
+    results = pool.run(ranks_chosen, topology, size=size)
+    rules = [[step[0] for step in seen] for seen, _ in results]
+    assert all(each == rules[0] for each in rules)
+    *first, third, fourth, fifth = rules[0]
+    assert first == [{}, {}]
+    assert set(third) == {QUIET, LOUD}, "biases stay in rows"
+    assert third == fourth != fifth
+    rank = {name: codec_named(codec).rank for name, codec in third.items()}
+    assert rank[LOUD] > 4 > rank[QUIET]
+    assert rank[LOUD] + rank[QUIET] <= 8, "matrices of one shape: the bytes of rank 4 for both"
+    assert codec_named(fifth[QUIET]).rank > codec_named(fifth[LOUD]).rank
+    for seen, why in results:
+        assert seen[2][1] <= seen[0][1], "no more bytes than before"
+        assert re.fullmatch(r"of step 3: 0\.\d\d of the error of powersgd-4\+fp8 .*", why)
+
+
+def owed_by_ranks():
+    """Means of a layer's gradients, what was sent of them, and what is left, as ranks change."""
+    session = Layers(2, "powersgd-2")
+    weight, draws, seen = session.model[1].weight, torch.Generator(), set()
+    owed, sent = torch.zeros_like(weight), torch.zeros_like(weight)
+    for i in range(8):
+        loud = LOUD if i % 4 < 2 else QUIET
+        draws.set_state(session.draws.get_state())
+        loss = session.model(torch.randn(8, 64, generator=draws)).square().mean()
+        owed += torch.autograd.grad(loss, weight)[0] * (1000 if loud == LOUD else 1) / 2
+        session.steps(1, loud)
+        sent += weight.grad
+        seen.add(session.rules().get(LOUD))
+    left = torch.zeros(weight.numel())
+    session.state.residuals.add_to(LOUD, left, dist.get_rank(), 2)
+    return owed, sent, left.view_as(weight) / 2, seen
+
+
+def test_nothing_is_lost_as_ranks_change(pool):
+    (owed, sent, left, seen), (owed_too, sent_too, left_too, _) = pool.run(owed_by_ranks, size=2)
+    assert len(seen) > 2, "ranks have changed"
+    assert torch.equal(sent, sent_too)
+    assert (left + left_too).norm() > 0.05 * sent.norm(), "little was left behind"
+    torch.testing.assert_close(sent + left + left_too, owed + owed_too, rtol=1e-4, atol=1e-2)
+
+
+def resumed(uniform, warm):
+    session = Layers(2, uniform)
     session.steps(3)
-    again = Layers(100)
+    again = Layers(2, uniform)
+    again.steps(warm, QUIET)  # then its own ranks and bases give way
     again.state.load_state_dict(session.state.state_dict())
     again.draws.set_state(session.draws.get_state())
     for one in (session, again):
@@ -396,8 +453,9 @@ def resumed():
     )
 
 
-def test_a_resumed_run_goes_on_with_the_same_codecs(pool):
-    assert all(pool.run(resumed, size=2))
+@pytest.mark.parametrize(("uniform", "warm"), [("int4", 0), ("powersgd-3", 0), ("powersgd-3", 3)])
+def test_a_resumed_run_goes_on_with_the_same_codecs(pool, uniform, warm):
+    assert all(pool.run(resumed, uniform, warm, size=2))
 
 
 def under_an_alarm():
@@ -421,7 +479,7 @@ def test_an_alarm_brings_its_codec_and_those_of_the_layers_come_back(pool):
         assert after.rules == now != {}
 
 
-@pytest.mark.parametrize("given", [("auto", 5), ("int4", -1), ("int4", 0), ("powersgd-2", 2)])
+@pytest.mark.parametrize("given", [("auto", 5), ("int4", -1), ("int4", 0), ("powersgd-0", 2)])
 def test_what_cannot_be_planned_is_refused(given):
     with pytest.raises(InvalidArgument):
         commpress.PerLayer(*given)
