@@ -73,27 +73,23 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def threads():
-    """Commands choose how many threads torch has, and matrix products round by that: the next test
-    starts as the first."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def one_thread(threads):
-    """One thread for torch: on small tensors two would only wait for each other."""
+    """Commands choose how many threads torch has, and matrix products round by that: every test
+    starts with one, for on small tensors two would only wait for each other."""
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session")
+def together(request, tmp_path_factory):
+    """A folder of this run that all workers use."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if hasattr(request.config, "workerinput") else own
+
+
 @pytest.fixture(scope="session", autouse=True)
-def soaking(request, tmp_path_factory):
+def soaking(request, together):
     """Begins with the first test of the first worker, ends while others run."""
     worker = getattr(request.config, "workerinput", None)
-    folder = (
-        tmp_path_factory.getbasetemp() if worker is None else tmp_path_factory.getbasetemp().parent
-    )
-    running = Soak(folder)
+    running = Soak(together)
     if worker is None or worker["workerid"] == "gw0":
         running.begin_for(request.session.items)
     yield running

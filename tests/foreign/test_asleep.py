@@ -116,7 +116,6 @@ OFTEN = [("detr", 50), ("mamba", 50)]
 LONG = [seldom(name, steps) for name in CASES for steps in (50, 200) if (name, steps) not in OFTEN]
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("name", "steps"), [*OFTEN, *LONG])
 def test_no_element_stands_still_that_adamw_moves(name, steps):
     mine, exact = moves(name, DEFAULT, steps)
@@ -127,7 +126,6 @@ def test_no_element_stands_still_that_adamw_moves(name, steps):
     assert int(((mine != 0) & (exact == 0)).sum()) <= len(exact) // 1000
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_codes_of_equal_steps_leave_elements_where_they_are():
     mine, exact = moves("mamba", "int8", 16)
     assert int(((mine == 0) & (exact > 1)).sum()) > len(exact) // 1000

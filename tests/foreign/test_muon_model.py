@@ -13,7 +13,6 @@ from commpress.collectives.transports.loopback import Loopback, simulate
 
 pytest.importorskip("transformers")
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon"),
 ]
 RANKS, BATCH, STEPS = 4, 4, 240

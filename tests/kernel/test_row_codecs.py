@@ -29,10 +29,10 @@ CPU = twin.Side(cpu, "cpu", strict=False)
 
 
 @pytest.fixture(scope="session")
-def libraries(tmp_path_factory):
+def libraries(together):
     if cuda_shim.compiler() is None:
         pytest.skip("no g++ to run the CUDA source on the CPU")
-    return cuda_shim.Shim(tmp_path_factory.mktemp("cuda"), twin.FAMILIES)
+    return cuda_shim.Shim(together, twin.FAMILIES)
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from ranks import refused
 from variants import few
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon"),
 ]
 SHAPES = ((24, 40), (40, 24), (700,), (17, 5), (7,), (64, 64), (3, 5, 2), (1, 9), (1300,))
