@@ -46,6 +46,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Keep, with ``--quick``, what needs no process, and the first variants of each test; with
     ``--part`` the slow tests of some files, which are dealt out in the order of their names."""
+    _side_by_side(items)
     if (part := config.getoption("part")) is not None:
         slow = [item for item in items if item.get_closest_marker("slow")]
         files = sorted({item.path for item in slow})[part - 1 :: PARTS]
@@ -64,6 +65,20 @@ def pytest_collection_modifyitems(config, items):
                 kept.append(item)
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept
+
+
+def _side_by_side(items):
+    """Tests of one MPI job come first and those of ``scripts`` in the middle, where the second of
+    two workers begins: each of both starts in one worker. Who waits for the soak comes last."""
+
+    def using(fixture):
+        return [item for item in items if fixture in getattr(item, "fixturenames", ())]
+
+    job, scripts, soak = using("job"), using("scripts"), using("soak")
+    moved = {*job, *scripts, *soak}
+    rest = [item for item in items if item not in moved]
+    half = max(len(items) // 2 - len(job), 0)
+    items[:] = job + rest[:half] + scripts + rest[half:] + soak
 
 
 def pytest_collection_finish():

@@ -4,6 +4,7 @@ import pytest
 
 import test_laws as laws
 from real_worlds import REAL
+from variants import every_second
 
 LAWS = {
     "resumes": laws.test_resumes_in_every_bit,
@@ -44,6 +45,6 @@ def test_who_is_new_trains_with_the_others(pool, name, at):
     pool.run(obey, "grows", name, at, size=4)
 
 
-@pytest.mark.parametrize(("name", "at"), REFORM)
+@pytest.mark.parametrize(("name", "at"), every_second(REFORM))
 def test_a_death_is_before_a_step_or_after_it(pool, name, at):
     pool.run(obey, "dies", name, at, (), size=3)
