@@ -1274,6 +1274,13 @@ MUTANTS = [
         "tests/state/test_real_ranks.py -k hook",
     ),
     Mutant(
+        "averages of replicas draw anew after a state was loaded",
+        "integrations/fsdp/hsdp.py",
+        "            average.calls = self.steps_done\n",
+        "            pass\n",
+        "tests/state/test_real_ranks.py -k HSDP",
+    ),
+    Mutant(
         "FSDP2 owes the sum of what ranks owed",
         "integrations/fsdp/shard_checkpoint.py",
         "            means[name] = whole / size",
