@@ -2,6 +2,8 @@
 on others; what is owed stays owed; a death is one before the step or after it; what does not fit
 changes nothing."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -328,10 +330,11 @@ def test_what_does_not_fit_is_named_and_changes_nothing(name, at):
     assert not wrong, "\n".join(wrong)
 
 
-def others(name):
-    """An object of each other kind."""
-    kind = EVERY[name]
-    return {type(each.world(1).ranks[0].owner): each for each in KINDS.values() if each is not kind}
+@cache
+def others():
+    """Classes, and for each the states of two ranks after a step."""
+    kinds = {type(kind.world(1).ranks[0].owner): kind for kind in KINDS.values()}
+    return {cls: trained(kind, 1, 2).saved()[0] for cls, kind in kinds.items()}
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -339,10 +342,10 @@ def test_the_state_of_another_object_or_model_is_refused(name):
     kind = EVERY[name]
     world = trained(kind, kind.ats[0], 2)
     before = world.numbers()
-    for cls, other in others(name).items():
+    for cls, states in others().items():
         if cls is not type(world.ranks[0].owner):
             with pytest.raises(StateMismatch):
-                world.load((trained(other, 1, 2).saved()[0], []), "own")
+                world.load((states, []), "own")
     for shapes in (((41, 13), (300,), (7,)), ((40, 13), (300,))) if kind.of is not Mean else ():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kind.of, "shapes", shapes)
