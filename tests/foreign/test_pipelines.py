@@ -2,6 +2,7 @@
 ranks of stages and two replicas."""
 
 from contextlib import nullcontext
+from functools import cache
 
 import pytest
 import torch
@@ -429,12 +430,17 @@ def trained(schedule, kind, codec, **sharding):
     return run.weights(), (edges.sent_bytes, edges.exact_bytes, *sent)
 
 
+@cache
+def as_torch_trains(pool, schedule):
+    return pool.run(trained, schedule, "plain", None, size=4)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("schedule", SEVERAL)
 def test_without_a_codec_every_schedule_trains_as_torch_does_in_every_bit(pool, schedule, kind):
     """As torch with the same, and as torch with whole weights on each replica: two are summed alike
     in any order."""
-    twins = [pool.run(trained, schedule, "plain", None, size=4)]
+    twins = [as_torch_trains(pool, schedule)]
     twins += [pool.run(trained, schedule, kind, None, size=4)] if kind == "fsdp" else []
     found = pool.run(trained, schedule, kind, "none", size=4)
     for expected in twins:
