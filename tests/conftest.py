@@ -46,6 +46,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Keep, with ``--quick``, what needs no process, and the first variants of each test; with
     ``--part`` the slow tests of some files, which are dealt out in the order of their names."""
+    _side_by_side(items)
     if (part := config.getoption("part")) is not None:
         slow = [item for item in items if item.get_closest_marker("slow")]
         files = sorted({item.path for item in slow})[part - 1 :: PARTS]
@@ -66,6 +67,20 @@ def pytest_collection_modifyitems(config, items):
     items[:] = kept
 
 
+def _side_by_side(items):
+    """Tests of one MPI job come first and those of ``scripts`` in the middle, where the second of
+    two workers begins: each of both starts in one worker. Who waits for the soak comes last."""
+
+    def using(fixture):
+        return [item for item in items if fixture in getattr(item, "fixturenames", ())]
+
+    job, scripts, soak = using("job"), using("scripts"), using("soak")
+    moved = {*job, *scripts, *soak}
+    rest = [item for item in items if item not in moved]
+    half = max(len(items) // 2 - len(job), 0)
+    items[:] = job + rest[:half] + scripts + rest[half:] + soak
+
+
 def pytest_collection_finish():
     """No collection in a test walks the million objects that importing all tests has made."""
     gc.freeze()
@@ -73,27 +88,23 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def threads():
-    """Commands choose how many threads torch has, and matrix products round by that: the next test
-    starts as the first."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def one_thread(threads):
-    """One thread for torch: on small tensors two would only wait for each other."""
+    """Commands choose how many threads torch has, and matrix products round by that: every test
+    starts with one, for on small tensors two would only wait for each other."""
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session")
+def together(request, tmp_path_factory):
+    """A folder of this run that all workers use."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if hasattr(request.config, "workerinput") else own
+
+
 @pytest.fixture(scope="session", autouse=True)
-def soaking(request, tmp_path_factory):
+def soaking(request, together):
     """Begins with the first test of the first worker, ends while others run."""
     worker = getattr(request.config, "workerinput", None)
-    folder = (
-        tmp_path_factory.getbasetemp() if worker is None else tmp_path_factory.getbasetemp().parent
-    )
-    running = Soak(folder)
+    running = Soak(together)
     if worker is None or worker["workerid"] == "gw0":
         running.begin_for(request.session.items)
     yield running

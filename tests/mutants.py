@@ -1295,6 +1295,13 @@ MUTANTS = [
         "tests/state/test_real_ranks.py -k hook",
     ),
     Mutant(
+        "averages of replicas draw anew after a state was loaded",
+        "integrations/fsdp/hsdp.py",
+        "            average.calls = self.steps_done\n",
+        "            pass\n",
+        "tests/state/test_real_ranks.py -k HSDP",
+    ),
+    Mutant(
         "FSDP2 owes the sum of what ranks owed",
         "integrations/fsdp/shard_checkpoint.py",
         "            means[name] = whole / size",
@@ -1605,8 +1612,8 @@ MUTANTS = [
     Mutant(
         "a bucket is sent at the end of each backward",
         "integrations/zero/gradients.py",
-        "        self._ending = weakref.ref(ending)\n        yield",
-        "        yield",
+        "        self._ending = weakref.ref(ending)\n",
+        "",
         "tests/zero/test_vertical.py -k over_ranks",
     ),
     Mutant(

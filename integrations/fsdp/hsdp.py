@@ -1,7 +1,8 @@
 """Hybrid sharding with FSDP2: torch shards inside a node, and compressed averages keep replicas on
 other nodes equal."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from commpress.codecs import Codec, Policy
 from commpress.collectives.allreduce import settle
 from commpress.collectives.buckets import Span
+from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel, Counters
 from commpress.collectives.exchange import Exchanges, Tensors
 from commpress.collectives.handover import Divided, Handover
@@ -113,6 +115,11 @@ class ReplicatedState(Divided, Stateful):
         )
         self.counters.steps, self.counters.wire_bytes = self.steps_done, self.channel.sent_bytes
         self.counters.wire_seconds = self.channel.waited
+
+    def follow(self, schedule: Mapping[str, Any], change: Change | None = None) -> None:
+        """Continue the count of rounds, by which codecs draw."""
+        for average in self.averages:
+            average.calls = self.steps_done
 
     def numels(self) -> dict[str, int]:
         """Return the number of elements of this rank's shards."""

@@ -176,7 +176,7 @@ class Session:
 
 def quiet(codec):
     session = Session(codec=codec, alarm=Alarm("warn", every=5))
-    session.steps(100)
+    session.steps(60)
     return session.state.alarm.sounded, session.lost()
 
 
@@ -201,12 +201,12 @@ def harmed(kind, then, options):
 @pytest.mark.parametrize(
     ("kind", "then", "size", "options"),
     [
-        ("ddp", "warn", 3, {}),
+        ("ddp", "warn", 2, {}),
         seldom("ddp", "int8", 2, {}),
         ("ddp", "none", 3, {}),
         seldom("fsdp", "warn", 2, {}),
         seldom("fsdp", "int8", 2, {}),
-        ("fsdp", "int8", 3, {"overlap": False}),
+        seldom("fsdp", "int8", 3, {"overlap": False}),
         ("fsdp", "int8", 2, {"error_feedback": "shift8"}),
     ],
 )
@@ -255,7 +255,9 @@ def resumed(kind, then):
     )
 
 
-@pytest.mark.parametrize(("kind", "then"), [("ddp", "int8"), ("ddp", "none"), ("fsdp", "int8")])
+@pytest.mark.parametrize(
+    ("kind", "then"), [("ddp", "int8"), seldom("ddp", "none"), ("fsdp", "int8")]
+)
 def test_a_run_resumed_while_it_lasts_goes_on_alike(pool, kind, then):
     assert pool.run(resumed, kind, then, size=2) == [(True, True, True)] * 2
 

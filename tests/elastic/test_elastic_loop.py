@@ -30,6 +30,7 @@ from commpress.integrations.elastic.shared_state import SharedState
 from commpress.integrations.elastic.snapshots import Snapshots, newest
 from elastic_world import Killed, Rank, World, until
 from test_elastic_snapshots import OPTIONS
+from variants import first
 
 SAMPLES, BATCH = 60, 2
 DATA = TensorDataset(
@@ -195,7 +196,7 @@ def test_an_undisturbed_run_reads_every_sample_once(tmp_path):
         assert loop.counters.participation == loop.counters.goodput == 1
 
 
-@pytest.mark.parametrize("kill_at", range(1, 13))
+@pytest.mark.parametrize("kill_at", first(5, [1, 2, 3, 7, 12, 4, 5, 6, 8, 9, 10, 11]))
 def test_a_rank_that_dies_at_any_message_is_left_behind(tmp_path, kill_at):
     _, left, sizes = survive(tmp_path, 3, {1: ("kill_at", kill_at)})
     # its first message compares steps, each of the others is of a step

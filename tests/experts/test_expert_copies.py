@@ -148,7 +148,7 @@ def trained(kind, optimizer, copies, options):
     if optimizer == "onebit":
         commpress.overlap(ddp, made)
     norms = []
-    for step in range(20):
+    for step in range(10):
         for part in (0, 1):  # micro-batches, the second of tokens that few have
             rows = batch_of(dist.get_rank(), 2 * step + part)[: 9 - 8 * part]
             ddp(rows).square().mean().backward()
@@ -156,7 +156,7 @@ def trained(kind, optimizer, copies, options):
             norms.append(float(commpress.moe.clip_grad_norm_(model.parameters(), 0.05)))
         made.step()
         made.zero_grad()
-        if copies and step == 9:
+        if copies and step == 4:
             commpress.moe.copy_experts(model, 3)
             assert sum(len(on) - 1 for on in layer.exchange.copies.holders.values()) == 3
     own = layer.copied.home_weights(layer.experts, layer.own)
@@ -181,7 +181,7 @@ def trained(kind, optimizer, copies, options):
     ids=str,
 )
 def test_copies_train_as_one_and_stay_equal(pool, kind, optimizer, options):
-    """20 steps of three ranks, clipped, with other copies from the tenth on; sums in another order
+    """Ten steps of three ranks, clipped, with other copies from the fifth on; sums in another order
     make the difference."""
     ours = pool.run(trained, kind, optimizer, {0: 3, 2: 2}, options, size=3)
     plain = pool.run(trained, kind, optimizer, None, options, size=3)

@@ -33,8 +33,6 @@ from tier_layers import (
 )
 from variants import every_second
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NEEDS = {
     "forward": ("values",),
     "backward": ("values", "gradient"),

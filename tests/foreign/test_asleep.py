@@ -143,7 +143,6 @@ OTHERS = [(name, 50) for name in CASES] + [(name, 200) for name in FOUR]
 LONG = [seldom(*case) for case in OTHERS if case not in OFTEN]
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("name", "steps"), [*OFTEN, *LONG])
 def test_no_element_stands_still_that_adamw_moves(name, steps):
     mine, exact = moves(name, DEFAULT, steps)
@@ -154,7 +153,6 @@ def test_no_element_stands_still_that_adamw_moves(name, steps):
     assert int(((mine != 0) & (exact == 0)).sum()) <= len(exact) // 1000
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_codes_of_equal_steps_leave_elements_where_they_are():
     mine, exact = moves("mamba", "int8", 16)
     assert int(((mine == 0) & (exact > 1)).sum()) > len(exact) // 1000

@@ -9,8 +9,6 @@ import torch
 import commpress
 from tiny_gpt2 import Words, model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def with_lora(gpt):
     peft = pytest.importorskip("peft")

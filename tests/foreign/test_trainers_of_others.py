@@ -11,8 +11,8 @@ PACKAGES = ("transformers", "accelerate", "lightning", "peft")
 # the others: states of FSDP2 in tests/state/test_real_ranks.py
 FSDP = ("trainer", "accelerate", "lightning", "refusals")
 FSDP_SELDOM = ("kinds", "again", "native", "fabric")
-OFTEN = ["onebit", "sharded-zero-one", "gradients"]
-SELDOM = ["lamb", "zero-one", "sharded-onebit"]
+OFTEN = ["sharded-zero-one", "gradients"]
+SELDOM = ["onebit", "lamb", "zero-one", "sharded-onebit"]
 
 
 @pytest.fixture

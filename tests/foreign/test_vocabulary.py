@@ -16,9 +16,6 @@ from variants import seldom
 RANKS, WORDS, LENGTH, WIDTH, STEPS, WARMUP, PEAK = 2, 1000, 16, 64, 100, 40, 2e-3
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @cache
 def gpt():
     torch.manual_seed(0)

@@ -58,9 +58,6 @@ def gradients(model, step, rank, unfrozen):
     loss_of(model, 1000 * rank + step, early=step < LATE).backward()
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @cache
 def model_of(name):
     torch.manual_seed(0)

@@ -21,7 +21,7 @@ MIXED = commpress.ByName(
     {"up.weight": "powersgd-1+fp8", "head": "none", "norm": "none"}, "powersgd-2"
 )
 CODECS = {"powersgd": LOW_RANK, "mixed": MIXED}
-PLAN = Plan(weights=None, steps=4)
+PLAN = Plan(weights=None, steps=3)
 PAIRS = {"topology": Topology(((0, 1), (2, 3)))}
 # others are rounded twice at the end of a vector
 HALF = replace(PLAN, model_dtype=torch.bfloat16, lr=0.125, momentum=0.0)
@@ -73,7 +73,7 @@ def against_ddp(plan: Plan) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("codec", "plan", "size"),
     [
-        ("powersgd", PLAN, 2),
+        seldom("powersgd", PLAN, 2),
         ("powersgd", PLAN, 3),
         seldom("mixed", PLAN, 3),
         ("mixed", replace(PLAN, options={"overlap": False}), 2),
@@ -111,7 +111,7 @@ def resumed_between_nodes() -> list[bool]:
     """True for each tensor that a run which was saved and loaded after two steps ends with, as one
     without a break does."""
     torch.set_num_threads(1)
-    plan = replace(PLAN, codec=MIXED, momentum=0.0, options=PAIRS)
+    plan = replace(PLAN, steps=4, codec=MIXED, momentum=0.0, options=PAIRS)
     whole = Session(plan).run()
     first = Session(replace(plan, steps=2)).run()
     second = Session(replace(plan, steps=2, first=2))

@@ -43,7 +43,7 @@ def test_every_example_is_short_and_run_by_a_test_and_on_a_page():
             assert path.name in pages, f"no page names {path.name}"
 
 
-@pytest.mark.parametrize("waiting", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("waiting", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_process_joins_those_that_wait_for_it(tmp_path, waiting):
     """DDP lays out its buckets in these before the newcomer comes, which has done so alone: their
     first step must agree."""

@@ -15,7 +15,6 @@ import commpress
 import group_calls
 import sources
 from commpress.collectives.transports.torch import outlive, outliving
-from variants import first
 
 
 class Group:
@@ -87,7 +86,8 @@ def ends(what, runs):
     return result.stdout.split("\n")[:-1], result.stderr[-2000:]
 
 
-@pytest.mark.parametrize("what", first(1, ["optimizer", "hook", "backend"]))
+@pytest.mark.slow  # that groups are kept: the tests above
+@pytest.mark.parametrize("what", ["optimizer", "hook", "backend"])
 def test_forked_ranks_end(compiled, what):
     lines, said = ends(what, 1)
     assert lines == [f"{what} well"], said

@@ -4,7 +4,9 @@ a circle."""
 import ast
 from collections import defaultdict
 from fnmatch import fnmatch
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,6 @@ import sources
 MODULES = {
     sources.module(path): sources.ROOT / path for path in sources.files() if path.suffix == ".py"
 }
-TREES = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
 ROOMS = (
     "commpress.collectives",
     "commpress.integrations",
@@ -75,9 +76,18 @@ WALL_CLOCK = {
 CALLBACKS = {"Compress", "LocalTraining", "Receiver"}
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def trees() -> dict[str, ast.Module]:
+    return {module: tree_of(path) for module, path in MODULES.items()}
+
+
 def imports(module: str) -> set[tuple[str, str]]:
     """(module, name) of everything that is imported from the package when ``module`` is."""
-    found, waiting = set(), list(TREES[module].body)
+    found, waiting = set(), list(tree_of(MODULES[module]).body)
     while waiting:
         node = waiting.pop()
         match node:
@@ -112,7 +122,7 @@ def late(module: str) -> set[str]:
     """Modules of the package that functions of ``module`` import."""
     functions = [
         node
-        for node in ast.walk(TREES[module])
+        for node in ast.walk(tree_of(MODULES[module]))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     found = set()
@@ -146,7 +156,7 @@ def not_cpu(room: str) -> bool:
 def signatures(module: str) -> dict[str, str]:
     """Names of a module's public functions → their parameters, each with its default."""
     found = {}
-    for node in TREES[module].body:
+    for node in tree_of(MODULES[module]).body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             for argument in ast.walk(node.args):
                 if isinstance(argument, ast.arg):
@@ -157,7 +167,7 @@ def signatures(module: str) -> dict[str, str]:
 
 def test_no_class_name_stands_twice():
     homes = defaultdict(list)
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and node.name not in CALLBACKS:
                 homes[node.name].append(module)
@@ -237,13 +247,13 @@ def test_nobody_waits_or_measures_by_the_wall_clock():
     }
     found = {
         module
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and ast.unparse(node) in asks
     }
     named = {
         module
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
         and node.module == "time"
@@ -258,11 +268,10 @@ def test_docstrings_begin_with_what_they_name():
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     folders = ("tests", "benchmarks", "examples", *sources.folders())
     paths = [path for folder in folders for path in (sources.ROOT / folder).rglob("*.py")]
-    trees = {path: ast.parse(path.read_text()) for path in paths}
     nodes = [
         (path, node)
-        for path, tree in trees.items()
-        for node in ast.walk(tree)
+        for path in paths
+        for node in ast.walk(tree_of(path))
         if isinstance(node, documented)
     ]
     texts = [(path, ast.get_docstring(node) or "") for path, node in nodes]

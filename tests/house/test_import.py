@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import sources
-from variants import first, seldom
+from variants import first
 
 OPTIONAL = {
     "accelerate",
@@ -102,19 +102,17 @@ NAMED = "from commpress import {0} as short"
 REACHED = "import commpress; short = commpress.{0}"
 
 
-@pytest.mark.parametrize(
-    ("name", "statement"),
-    [("hf", IMPORTED), ("lightning", NAMED), ("moe", REACHED)]
-    + [seldom("weights", statement) for statement in (IMPORTED, NAMED, REACHED)],
-)
-def test_short_names_are_imported_and_attributes(tmp_path, name, statement):
+@pytest.mark.parametrize("statement", [IMPORTED, NAMED, REACHED])
+@pytest.mark.parametrize("name", SHORT)
+def test_short_names_are_imported_and_attributes(scripts, tmp_path, name, statement):
+    """In a process that has the packages loaded, and none of the names."""
     pytest.importorskip({"hf": "transformers", "lightning": "lightning"}.get(name, "torch"))
-    code = (
-        f"{statement.format(name)}; import sys, {SHORT[name]} as home, commpress; print(short is "
-        f"home is commpress.{name})"
+    script = tmp_path / "imports.py"
+    script.write_text(
+        f"import sys; assert 'commpress.{name}' not in sys.modules; {statement.format(name)}; "
+        f"import {SHORT[name]} as home, commpress; print(short is home is commpress.{name})"
     )
-    ran = python(code, tmp_path)
-    assert ran.stdout.split() == ["True"], ran.stderr
+    assert scripts.run(script, folder=tmp_path, ranks=0).split() == ["True"]
 
 
 @pytest.mark.parametrize(

@@ -410,10 +410,7 @@ def undefined(code: bytes) -> set[str]:
 
 @pytest.mark.parametrize(
     "family",
-    [
-        name if name in ("low_rank_loops", "openmp_loops") else seldom(name)
-        for name in digest.FAMILIES
-    ],
+    [name if name == "openmp_loops" else seldom(name) for name in digest.FAMILIES],
 )
 def test_the_bitcode_of_a_wheel_becomes_machine_code_of_aarch64(family, monkeypatch):
     """llvmlite has that target everywhere. What the code calls is in every C library, so nothing

@@ -30,11 +30,11 @@ def buffers(numel):
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory):
+def shim(together):
     """CUDA's source of the passes, which runs on the processor."""
     if compiler() is None:
         pytest.skip("g++ is missing")
-    return Shim(tmp_path_factory.mktemp("cuda"), [ADAM])
+    return Shim(together, [ADAM])
 
 
 def scaled(k, segments, lines, m, v, u, a, p):

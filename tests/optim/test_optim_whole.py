@@ -24,16 +24,6 @@ WHOLE = ["powersgd-2+fp8"]
 COMMON = {"lr": LR, "betas": (BETA1, BETA2), "min_numel": 0, "weight_decay": 0.1}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors are too small for two, which would wait for each other wherever the machine has
-    something else to do."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def named(parameters):
     return [(f"p{i}", p) for i, p in enumerate(parameters)]
 

@@ -17,8 +17,6 @@ SHAPES = ((5, 7), (11,), (3,))
 
 ELASTIC = [name for name in EARLIER if "elastic" in EARLIER[name]]
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def small(name, monkeypatch):
     if KINDS[name].of is not Mean:

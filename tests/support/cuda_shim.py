@@ -2,6 +2,7 @@
 through ``cuda_shim.h``."""
 
 import ctypes
+import fcntl
 import re
 import shutil
 import subprocess
@@ -37,7 +38,8 @@ def kernel_names(family: int) -> list[str]:
 
 
 class Shim:
-    """One shared library per family; ``execute`` takes the place of ``cuda.execute``."""
+    """One shared library per family, built by whichever process comes to ``folder`` first;
+    ``execute`` takes the place of ``cuda.execute``."""
 
     def __init__(self, folder: Path, families: Iterable[int]) -> None:
         self.folder = folder
@@ -50,11 +52,14 @@ class Shim:
         kernels = "#line 1 ".join(part for part in parts if not part.startswith('"arithmetic.cu"'))
         launchers = "\n".join(f"LAUNCHER({name})" for name in kernel_names(family))
         path = self.folder / f"family{family}.cpp"
-        path.write_text(f'#include "{HEADER}"\n{kernels}\n{launchers}\n')
         library = path.with_suffix(".so")
         command = [compiler(), *FLAGS, f"-DKIND={family}", str(path), "-o", str(library)]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                path.write_text(f'#include "{HEADER}"\n{kernels}\n{launchers}\n')
+                result = subprocess.run(command, capture_output=True, text=True)
+                assert result.returncode == 0, result.stderr
         return ctypes.CDLL(str(library))
 
     def execute(self, launch: Launch) -> None:

@@ -238,15 +238,6 @@ class Log(logging.Handler):
 def twin(plan: Plan, size: int) -> list[Trained]:
     """The same run on ``size`` replicas here; without scaler and counters. In a bad step all
     gradients are zero."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _twin(plan, size)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _twin(plan: Plan, size: int) -> list[Trained]:
     replicas = [made(plan) for _ in range(size)]
     stores, losses = [ResidualStore() for _ in range(size)], [[] for _ in range(size)]
     policy = policy_of(plan.codec, min_numel=MIN_NUMEL, exclude=plan.exclude)

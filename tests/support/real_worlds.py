@@ -21,7 +21,7 @@ from commpress.errors import CommunicationError
 from commpress.integrations.process_group.group_options import GroupOptions
 from new_ranks import changes
 from ranks import caught
-from state_worlds import Kind, Rank, World, apart, stored
+from state_worlds import Kind, Rank, World, apart, copied, stored
 
 WIDTH = 24
 
@@ -143,10 +143,10 @@ class RealWorld(World):
         """Weights are equal after each step."""
 
     def numbers(self) -> list[Any]:
-        return self.told(lambda rank: [rank.common(), stored(rank.save())])
+        return self.told(lambda rank: [rank.common(), copied(rank.save())])
 
     def kept(self) -> list[Any]:
-        return self.told(lambda rank: stored(rank.kept()))
+        return self.told(lambda rank: copied(rank.kept()))
 
     def parts(self) -> list[dict[str, torch.Tensor]]:
         return self.told(lambda rank: rank.share(rank.save(), self.place, self.size))
@@ -182,7 +182,7 @@ class RealWorld(World):
         if self.rank is not None:
             own = weights[r] if len(weights) == self.size else weights[0] if weights else []
             self.rank.fill(own)
-            self.rank.load(*stored([states[r]] if how == "own" else states[r:] + states[:r]))
+            self.rank.load(*copied([states[r]] if how == "own" else states[r:] + states[:r]))
 
     # ---- other ranks
 

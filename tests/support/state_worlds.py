@@ -38,6 +38,17 @@ def stored(state: Any) -> Any:
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
+def copied(state: Any) -> Any:
+    """The same, with tensors of its own."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    if isinstance(state, Mapping):
+        return {key: copied(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(map(copied, state))
+    return state
+
+
 def apart(one: Any, two: Any, *, absent: bool = False) -> str:
     """The place where two states differ in a bit; "" if nowhere. ``absent``: what one of both
     lacks is zero in the other."""
@@ -185,7 +196,7 @@ class Rank:
         with torch.no_grad():
             for mine, theirs in zip(self.common(), other.common(), strict=True):
                 mine.copy_(theirs)
-        self.owner.load_shared_state(stored(other.owner.shared_state()))
+        self.owner.load_shared_state(copied(other.owner.shared_state()))
 
 
 def done(steps: Any) -> Any:
@@ -263,12 +274,12 @@ class World:
         """All that there is, by rank."""
         states = self.at_once(rank.save() for rank in self.ranks)
         return [
-            [[p.detach().clone() for p in rank.weights], rank.seen(stored(state))]
+            [[p.detach().clone() for p in rank.weights], rank.seen(copied(state))]
             for rank, state in zip(self.ranks, states, strict=True)
         ]
 
     def kept(self) -> list[Any]:
-        return [stored(rank.kept()) for rank in self.ranks]
+        return [copied(rank.kept()) for rank in self.ranks]
 
     def parts(self) -> list[dict[str, torch.Tensor]]:
         """Share of each rank in what all have together."""
@@ -331,12 +342,12 @@ class World:
                 for mine, theirs in zip(rank.weights, own, strict=False):
                     mine.copy_(theirs)
             if how == "own":
-                rank.load(stored(states[r]))
+                rank.load(copied(states[r]))
             elif how == "all":
-                rank.load(*stored(states[r:] + states[:r]))
+                rank.load(*copied(states[r:] + states[:r]))
             else:
-                rank.load(stored(states[0]))
-                rank.owner.load_rank_state(*(stored(state["commpress"]) for state in states))
+                rank.load(copied(states[0]))
+                rank.owner.load_rank_state(*(copied(state["commpress"]) for state in states))
 
     # ---- other ranks
 

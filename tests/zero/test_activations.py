@@ -21,8 +21,6 @@ from small_store import open_store
 from stream_twin import made, offloaded, train
 from variants import few
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WIDTH = 128  # a row of 64 has 32 KiB
 ROW = 64 * WIDTH * 4
 

@@ -30,8 +30,6 @@ from parked_run import LM, Halves, advance, made
 from small_store import open_store
 from variants import first
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SCRIPT = Path(__file__).parents[1] / "support/parked_run.py"
 
 

@@ -16,8 +16,6 @@ from stream_twin import OPTIONS, Words, groups, loss_of, made, offloaded, train
 from variants import first, seldom
 from zero_twin import Masters, clip
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def store(tmp_path):

@@ -19,7 +19,6 @@ from stream_twin import OPTIONS, WIDTH, WORDS, groups, loss_of, made, offloaded
 from variants import first
 from zero_twin import Masters, clip
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 PARTS = 3
 
 
