@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from commpress.cli import harness
 from commpress.cli.gpt import GPT, TransformerBlock, batch, standard_library
-from commpress.cli.option_groups import option
+from commpress.cli.option_groups import declare, option
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument, MissingPackage
 from commpress.optim import (
@@ -42,6 +42,7 @@ from commpress.optim import (
 )
 from commpress.optim.optimizer import CompressedOptimizer
 from kept import Runs
+from shared_options import add_output
 
 RANKS = 4
 TASKS = ("gpt", "bert", "digits")
@@ -139,9 +140,10 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="show runs of earlier --json files instead of new ones",
     )
-    harness.add_options(
+    add_output(
         parser, check="every compressed optimizer ends as low as the worst seed of its reference"
     )
+    declare(parser, "@plot")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -47,6 +47,7 @@ from commpress.plan.grid import dims_of
 from commpress.plan.grids import Grid, MeshDims, MeshWork, Numel, chosen, predicted
 from commpress.plan.pair_links import load_pairs
 from commpress.plan.placement import place
+from shared_options import add_output
 
 HOSTS, RANKS = 4, 8
 GRIDS = (
@@ -109,7 +110,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     # a rank: the file of its grid, or where pairs go
     parser.add_argument("--on", help=argparse.SUPPRESS)
     parser.set_defaults(threads=1)
-    harness.add_options(
+    add_output(
         parser,
         check="Kendall's rank correlation of predicted and measured steps is at least 0.8, the "
         "chosen grid is at most "
@@ -171,7 +172,7 @@ def run(options: argparse.Namespace) -> int:
     rows[steps.index(chosen(steps))].chosen = True
     print(harness.render(HEAD, [cells(row) for row in rows]))
     print(f"Kendall's rank correlation {kendall(rows):.2f}")
-    return harness.deliver(options, rows, judge=judge, draw=draw)
+    return harness.deliver(options, rows, judge=judge)
 
 
 def work_of(parameters: int) -> MeshWork:
@@ -400,17 +401,3 @@ def judge(rows: list[GridRow]) -> list[tuple[str, bool]]:
             abs(worst.memory_off) <= 0.1,
         ),
     ]
-
-
-def draw(path: str, rows: list[GridRow]) -> None:
-    from commpress.cli import charts
-
-    with charts.chart(path, "Steps of six grids", panels=1) as (panel,):
-        panel.scatter(
-            [1e3 * row.seconds for row in rows], [1e3 * row.predicted_seconds for row in rows]
-        )
-        for row in rows:
-            panel.annotate(row.grid, (1e3 * row.seconds, 1e3 * row.predicted_seconds))
-        panel.axline((0, 0), slope=1, linewidth=0.5)
-        panel.set_xlabel("measured, ms")
-        panel.set_ylabel("predicted, ms")

@@ -42,6 +42,7 @@ from campaign import FAULTS, WORKLOADS, Campaign, Kill
 from commpress.cli import harness
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
+from shared_options import add_output
 
 BATCH = 10  # faults of one campaign; the next one begins with new processes
 LIMITS = {"fsdp2": 15.0}  # seconds until survivors go on, where that is not 5
@@ -116,7 +117,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         says="instead: processor time that the loop itself takes in a step without faults",
     )
     option(parser, "--logs FOLDER", says="keep output and events of the processes here")
-    harness.add_options(
+    add_output(
         parser,
         check="survivors go on within 5 s (fsdp2: 15 s), victims are back within 20 s, all "
         "ranks are equal, nothing is "
@@ -141,10 +142,8 @@ def run(options: argparse.Namespace) -> int:
         accounts = campaigns(options, folder)
     rows = [kill for account in accounts for kill in account.kills]
     bars = [bar for workload in options.only or WORKLOADS for bar in judge(workload, accounts)]
-    panels = {"seconds": ("survive s", "back s")}
-    draw = harness.drawing("kill -9 at a random byte", cells, panels)
     options.check = True  # always
-    return harness.deliver(options, rows, judge=lambda _: bars, draw=draw)
+    return harness.deliver(options, rows, judge=lambda _: bars)
 
 
 # ---------------------------------------------------------------- faults

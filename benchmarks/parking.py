@@ -39,6 +39,7 @@ from commpress.errors import InvalidArgument
 from commpress.integrations.zero.parked_state import digest_of
 from commpress.integrations.zero.parking import Parked
 from commpress.units import parse_bytes, show_bytes
+from shared_options import add_output
 
 SLOWER, RESIDENT = 1.15, 0.05
 PLACES = ("RAM", "disk")
@@ -68,7 +69,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--threads N", int, 2)
     option(parser, "--depth N", int, 4, "requests at once of the disk alone")
     option(parser, "--folder DIR", str, None, "on the disk (default: a temporary one)")
-    harness.add_options(
+    add_output(
         parser,
         check=f"parking and waking take at most {SLOWER} times the bytes alone, at most "
         f"{RESIDENT:.0%} stay in memory with the disk, and bits are equal",
@@ -86,8 +87,7 @@ def run(options: argparse.Namespace) -> int:
         measured = [apart(place, options, folder) for place in PLACES]
     title = f"{show_bytes(measured[0].state)} of training state, {options.threads} thread(s)"
     print(title, harness.table(list(map(cells_of, measured))), sep="\n")
-    draw = harness.drawing(title, cells_of, {"seconds": ("park, s", "wake, s", "alone, s")})
-    return harness.deliver(options, measured, judge=judge, draw=draw)
+    return harness.deliver(options, measured, judge=judge)
 
 
 def cells_of(m: Measured) -> dict[str, str]:

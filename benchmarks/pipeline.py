@@ -37,6 +37,7 @@ from commpress.cli import gpt, harness, ranks
 from commpress.cli.hosts import Hosts, parse_rate
 from commpress.cli.option_groups import option
 from commpress.integrations.pipeline import decode_into, edge_codec, encoded
+from shared_options import add_output, add_ranks
 
 CODECS = ("none", "bf16", "int4", "tah4")
 FAST = "unshaped"
@@ -63,8 +64,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--rounds N", int, 3, "steps timed")
     option(parser, "--loss-steps N", int, 60, "of each loss; 0: none")
     parser.add_argument("--on", help=argparse.SUPPRESS)  # a rank, on one link
-    ranks.add_options(parser, ranks=2)
-    harness.add_options(
+    add_ranks(parser, ranks=2)
+    add_output(
         parser,
         check=(
             "at 100mbit int4's edge is 5 times shorter than exact, its steps at most 1.1 of "
@@ -102,8 +103,7 @@ def run(options: argparse.Namespace) -> int:
         apart = [a - b for a, b in zip(each, losses["none"], strict=True)]
         said = ", ".join(f"{loss:.3f}" for loss in each)
         print(f"loss {codec}: {said}; less exact {min(apart):+.3f} to {max(apart):+.3f}")
-    draw = harness.drawing("An edge of a pipeline", cells, {"milliseconds": ("edge ms",)})
-    return harness.deliver(options, rows, judge=judge, draw=draw, losses=losses)
+    return harness.deliver(options, rows, judge=judge, losses=losses)
 
 
 def _on_hosts(

@@ -34,6 +34,7 @@ from commpress.cli.hosts import Hosts, parse_rate
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
 from commpress.units import parse_time
+from shared_options import add_output
 
 WAYS: dict[str, dict[str, str] | None] = {
     "plain": None,
@@ -90,7 +91,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--length N", int, 64, "tokens of a row")
     option(parser, "--batch N", int, 1, "rows of each rank")
     option(parser, "--bf16", says="bf16=True of TrainingArguments")
-    harness.add_options(
+    add_output(
         parser, check=f"int8 trains at least {FASTER} times as many tokens a second as plain"
     )
 
@@ -120,8 +121,7 @@ def run(options: argparse.Namespace) -> int:
     for each in found.values():
         each.against = each.tokens / found["plain"].tokens if "plain" in found else 1.0
     print(harness.table(list(map(cells, found.values()))))
-    draw = harness.drawing("The Trainer with FSDP2", cells, {"one step, ms": ("step ms",)})
-    return harness.deliver(options, list(found.values()), judge=judge, draw=draw)
+    return harness.deliver(options, list(found.values()), judge=judge)
 
 
 def _measured(way: str, turns: list[Turn], options: argparse.Namespace) -> Measured:

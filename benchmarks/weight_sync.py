@@ -58,6 +58,7 @@ from commpress.cli.option_groups import at_least, option
 from commpress.errors import InvalidArgument
 from commpress.units import parse_time
 from commpress.weights import Publisher, Receiver, WeightServer
+from shared_options import add_output
 from weight_bytes import compressor
 
 READERS, PORT, RELAY_PORT, OTHERS_PORT = 3, 9500, 9501, 9502
@@ -117,7 +118,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--steps N", at_least(1), 4, "from one version to the next")
     option(parser, "--rounds N", at_least(1), 3, "versions that are timed")
     option(parser, "--turns N", at_least(1), 3, "of steps without and with publishing")
-    harness.add_options(
+    add_output(
         parser,
         check=(
             f"a version is with three readers {SOONER:g} times sooner than dense downloads, "

@@ -52,9 +52,7 @@ class ReducedSize:
 
 
 def run(options: argparse.Namespace) -> int:
-    title = f"One all-reduce: {options.codec} and torch's float32"
-    panels = {"one call, us": ("us", "fp32 us"), "times faster than torch": ("faster",)}
-    return harness.run(options, bench, cells, judge=judge, title=title, panels=panels)
+    return harness.run(options, bench, cells, judge=judge)
 
 
 def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[ReducedSize | str]:

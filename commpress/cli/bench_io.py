@@ -60,9 +60,7 @@ def run(options: argparse.Namespace) -> int:
                 rows.append(summary(chunk, verb, figures))
                 table(rows[-1])
     suggest(rows, engine, speeds)
-    title = f"The tiered store on this disk, engine {engine}"
-    draw = harness.drawing(title, cells, {"GB per second": ("store", "fio")})
-    return harness.deliver(options, rows, judge=judge, draw=draw, engine=engine)
+    return harness.deliver(options, rows, judge=judge, engine=engine)
 
 
 def chosen(folder: Path, engine: str, depth: int) -> tuple[str, dict[str, float]]:

@@ -24,12 +24,7 @@ class TrainedVariant:
 
 
 def run(options: argparse.Namespace) -> int:
-    panels = {
-        "one step, ms": ("step ms", "exposed ms"),
-        "MB sent per rank and step": ("MB sent/rank",),
-    }
-    title = "A training step under DDP"
-    return harness.run(options, bench, cells, judge=judge, title=title, panels=panels)
+    return harness.run(options, bench, cells, judge=judge)
 
 
 def trainee(name: str, bucket_mb: float, load: training.Load) -> training.Trainee:

@@ -8,13 +8,13 @@ when the command runs: help loads no torch.
 from dataclasses import dataclass
 from inspect import cleandoc
 
-SEE, LOOK, PREDICT, MEASURE, BREAK = "See it", "Look at machines", "Predict", "Measure", "Break it"
+SEE, LOOK, PREDICT, MEASURE = "See it", "Look at machines", "Predict", "Measure"
 TRY, COME, WEIGHTS = "Try your own script", "Come from elsewhere", "Weights at their readers"
 
 
 @dataclass(frozen=True)
 class Command:
-    """Two words are a command below a command: ``bench codec``."""
+    """Two words are a command below a command: ``bench io``."""
 
     words: str
     group: str
@@ -193,7 +193,8 @@ COMMANDS = (  # in the order in which help shows them
     --memory T=SIZE,… | memory | '' | of one rank, as device=24GiB,host=64GiB (default: any)
     --gradients FILE | gradients | | measured ones, for a codec of its own for every layer
     --out FILE | | plan.json | where to write the plan
-    @output
+    @json
+    @plot
     """,
     ),
     Command(
@@ -230,7 +231,8 @@ COMMANDS = (  # in the order in which help shows them
     --scaling A,B | counts | | numbers of nodes, one after the other
     @cluster
     @model
-    @output
+    @json
+    @plot
     """,
     ),
     Command(
@@ -290,82 +292,6 @@ COMMANDS = (  # in the order in which help shows them
     """,
     ),
     Command(
-        "chaos",
-        BREAK,
-        """kill, stop, slow and cut off ranks of a run: what it costs
-
-    Starts COMMAND as several processes with torchrun's variables, does harm to them, and starts
-    again what has ended. COMMAND is a loop under commpress.elastic, which writes what it commits to
-    the file named in COMMPRESS_EVENTS. Without a COMMAND it is a small model whose computing is
-    slept, so that starting Python again does not take the survivors' cores into the figures.
-
-      commpress chaos
-          two minutes of the small model
-      commpress chaos --seconds 3600 --faults kill,stop -- python train.py
-          an hour, 125 faults
-      commpress chaos --hosts --rate 1gbit --faults kill,cut -- python train.py
-          each rank on a host of its own
-      commpress chaos --schedule faults.txt --check -- python train.py
-          the same faults each time, for CI
-
-    A line of a schedule: SECONDS kill|stop|slow|cut RANK|launcher [for SECONDS] [all|half|bulk]
-
-      20 kill 1            # SIGKILL; started again a second later, to join the others
-      40 stop 0 for 5      # SIGSTOP, then SIGCONT
-      60 slow 2 for 10     # runs a fifth of the time
-      80 cut 3 for 8 bulk  # with --hosts: packets over 600 bytes are lost; half: every second one;
-                             all
-      99 kill launcher     # the process that holds the store, as torchrun's agent does
-
-    Goodput: committed steps per second, as a share of those before the first fault. Participation:
-    ranks that took part in a step. Pause: what survivors waited longer than usual for the next
-    committed step. Nothing that was started stays, however this ends.
-    """,
-        """
-    command | | | what each process runs (default: a small model that sleeps)
-    --ranks N | 2.. | 4 | processes
-    --seconds S | positive | 120.0 | of training in which faults are made
-    --faults-per-hour N | amount | 125.0 | on average, at random times
-    --faults KINDS | faults | kill | some of kill,stop,slow,cut (default kill); cut needs
-        --hosts
-    --schedule FILE | | | faults of a file instead of random ones
-    --seed N | int | 0 | of the random ones
-    --patience S | positive | 60.0 | without a committed step: the run hangs
-    --hosts | | | each rank on a host of its own: network namespaces (root or user namespaces)
-    @links
-    --logs FOLDER | | | keep output and events of the processes here
-    --json FILE | | | figures, faults and pauses, with settings and versions
-    --check | | | exit status 1 also unless goodput is 90 %, participation 80 %, the median
-        pause 2.5 s, the longest 30 s, and healing takes 20 s at most
-    """,
-    ),
-    Command(
-        "bench codec",
-        MEASURE,
-        """speed of codecs on this processor, and a check of their bytes
-
-    Every codec at every number of threads:
-      encode     x + residual to bytes and a new residual: into a second buffer as the DDP hook
-                 does, and in place
-      decode     bytes to float32
-      mean       the mean of 4 ranks' rows
-      serve      the same mean, plus residual, encoded again: what an owner does with the rows it
-                 received
-    in GB/s of float32. A copy of the same floats is timed between the repetitions; "of copy"
-    compares bytes moved per second: encode moves 12 + bits/8 bytes per element, a copy 8.
-
-      commpress bench codec                            all codecs on 1 and 2 threads, about a minute
-      commpress bench codec --codec sign --check       exit status 1 if the sign codec misses a bar
-    """,
-        """
-    --codec A,B | refused by timed | | default all
-    --numel N | 64.. | 33554432 | floats in the buffer
-    --threads A,B | counts | 1,2 | numbers of threads
-    --check | | | exit status 1 unless the sign codec holds its bars
-    @output
-    """,
-    ),
-    Command(
         "bench allreduce",
         MEASURE,
         """one compressed all-reduce against torch's
@@ -395,7 +321,7 @@ COMMANDS = (  # in the order in which help shows them
     @ranks
     --check | | | exit status 1 unless ranks agree bit for bit, error feedback loses nothing
         and codecs err in the right order
-    @output
+    @json
     """,
     ),
     Command(
@@ -425,7 +351,7 @@ COMMANDS = (  # in the order in which help shows them
         aiofiles
     --no-fio | | | do not run fio
     --check | | | exit status 1 unless the store reaches 95 % of fio
-    @output
+    @json
     """,
     ),
     Command(
@@ -462,7 +388,7 @@ COMMANDS = (  # in the order in which help shows them
     --check | | | exit status 1 unless sign exposes at most half of what powersgd1 does and
         its step is at most 1.3 of compute, if both run; auto is as fast as plain within 2 %
         and as the fastest within 5 %
-    @output
+    @json
     """,
     ),
     Command(

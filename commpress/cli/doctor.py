@@ -112,7 +112,7 @@ def kernels() -> Iterator[Finding]:
     """Encode, residual and decode of the sign codec against the reference, bit for bit: compiled on
     the first call."""
     try:
-        from commpress.cli.bench_codec import check_bytes
+        from commpress.cli.kernel_check import check_bytes
         from commpress.codecs import SignCodec
 
         check_bytes(SignCodec(), 4099)

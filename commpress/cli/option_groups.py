@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 from zipfile import BadZipFile, ZipFile
 
-from commpress.cli.fault_schedule import KINDS as FAULTS
 from commpress.cli.hosts import parse_rate
 from commpress.documents import read_json
 from commpress.errors import CommpressError, InvalidArgument, MissingPackage
@@ -203,7 +202,6 @@ KINDS: dict[str, Kind] = {  # of tables
         re.compile("[^:]+:[^:]+").fullmatch,
         "module:function, such as mymodels:make_gpt",
     ),
-    "faults": some_of(FAULTS),
     "folder": where(
         Path,
         lambda path: path.is_dir() and os.access(path, os.W_OK),
@@ -314,8 +312,10 @@ def refuse_early(options: argparse.Namespace) -> None:
 # ---------------------------------------------------------------- tables of several commands
 
 TABLES = {
-    "output": """
+    "json": """
         --json FILE | | | all rows, with settings and versions
+    """,
+    "plot": """
         --plot FILE | | | a picture of it: .png, .svg or .pdf (needs matplotlib)
     """,
     "ranks": """
@@ -368,18 +368,6 @@ TABLES = {
 }
 
 
-def add_output(parser: argparse.ArgumentParser, *, check: str) -> None:
-    """``check`` goes on from "exit status 1 unless"."""
-    option(parser, "--check", says=f"exit status 1 unless {check}")
-    declare(parser, "@output")
-
-
-def add_sizes(parser: argparse.ArgumentParser, least: str, most: str, *, factor: int = 2) -> None:
-    option(parser, "--min-bytes SIZE", parse_bytes, least)
-    option(parser, "--max-bytes SIZE", parse_bytes, most)
-    option(parser, "--factor N", at_least(2), factor, "from one size to the next")
-
-
 def sizes_of(options: argparse.Namespace) -> tuple[int, ...]:
     """Return the sizes, each ``factor`` times the one before it."""
     if not 4 <= options.min_bytes <= options.max_bytes:
@@ -391,27 +379,3 @@ def sizes_of(options: argparse.Namespace) -> tuple[int, ...]:
     while sizes[-1] * options.factor <= options.max_bytes:
         sizes.append(sizes[-1] * options.factor)
     return tuple(sizes)
-
-
-def add_ranks(parser: argparse.ArgumentParser, *, ranks: int = 4) -> None:
-    declare(parser, TABLES["ranks"].replace("4", f"{ranks}"))
-
-
-def add_training(parser: argparse.ArgumentParser, *, rounds: int, steps: int, batch: int) -> None:
-    option(parser, "--rounds N", natural, rounds, "of every variant")
-    option(parser, "--steps N", natural, steps, "of each round")
-    option(parser, "--batch N", natural, batch, "windows per rank and step")
-    declare(parser, "@training")
-
-
-def add_measuring(
-    parser: argparse.ArgumentParser, *, rounds: int, steps: int, batch: int, check: str
-) -> None:
-    """All options of a command that times training steps on ranks, but for its own."""
-    add_training(parser, rounds=rounds, steps=steps, batch=batch)
-    add_ranks(parser)
-    add_output(parser, check=check)
-
-
-def add_topology(parser: argparse.ArgumentParser) -> None:
-    declare(parser, "@topology")

@@ -117,6 +117,5 @@ def draw(path: str, found: list[Candidate], *, chosen: Candidate, title: str) ->
     memory = {tier: [c.memory.get(tier, 0.0) / 1e9 for c in found] for tier in TIERS}
     size = (6.6, 0.3 * len(found) + 1.8)
     with charts.chart(path, f"Predicted: {title}", panels=2, size=size, share=True) as panels:
-        charts.bars(panels[0], names, seconds, "ms a step", stacked=True)
-        axis = "GB on a rank, without activations"
-        charts.bars(panels[1], names, memory, axis, stacked=True, first=3)
+        charts.stacked(panels[0], names, seconds, "ms a step")
+        charts.stacked(panels[1], names, memory, "GB on a rank, without activations", first=3)

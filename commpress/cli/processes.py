@@ -4,7 +4,6 @@ import ctypes
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -34,11 +33,6 @@ def send(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
     """A signal to a process and all that it has started: its group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 # ---------------------------------------------------------------- nothing stays

@@ -18,13 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commpress.cli import option_groups
 from commpress.cli.hosts import Hosts
 from commpress.cli.refusals import launched
 from commpress.errors import CommpressError, InvalidArgument
 from commpress.integrations.trainers.launch import init_process_group
 
-add_options = option_groups.add_ranks
 Report = Callable[..., None]
 
 

@@ -14,12 +14,11 @@ from collections.abc import Callable, Collection
 from importlib.util import find_spec
 from typing import NoReturn, TypeVar
 
-from commpress.cli import fault_schedule, launchers
+from commpress.cli import launchers
 from commpress.cli.contenders import names
 from commpress.cli.hosts import MOST
-from commpress.cli.option_groups import check_picture, meant, sizes_of, some_of
-from commpress.codecs.codec import Codec
-from commpress.codecs.family import NAMES, SignCodec
+from commpress.cli.option_groups import check_picture, meant, sizes_of
+from commpress.codecs.family import NAMES
 from commpress.codecs.registry import codec_named, may_register
 from commpress.codecs.whole_tensors import LowRankCodec
 from commpress.collectives.measured_links import load_links
@@ -32,10 +31,6 @@ from commpress.plan.pair_links import load_pairs
 from commpress.tiered_mem.engines import NAMES as ENGINES
 from commpress.units import parse_bytes, parse_nodes
 
-CODECS: dict[str, Codec] = {
-    "sign": SignCodec(),
-    "sign/row": SignCodec(block=0),
-} | NAMES  # of bench codec
 T = TypeVar("T")
 AUTO = "auto"  # as codec="auto"
 COMPARED = ({"powersgd1", "sign"}, {"plain", AUTO})  # by bench train --check
@@ -43,7 +38,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # ---------------------------------------------------------------- words of one option
 
-contenders, nodes, dims, timed = names, Topology.parse, dims_of, some_of(CODECS)
+contenders, nodes, dims = names, Topology.parse, dims_of
 
 
 def topology(text: str) -> None:
@@ -86,12 +81,12 @@ def check_variant(name: str) -> None:
 
 def demo(options: argparse.Namespace) -> None:
     if options.network in ("auto", "hosts"):
-        _hosts(options.ranks)
+        on_hosts(options.ranks)
     if options.out:
         check_picture("out", options.out)
 
 
-def _hosts(ranks: int) -> None:
+def on_hosts(ranks: int) -> None:
     if ranks > MOST:
         raise InvalidArgument(
             f"--ranks is {ranks}, expected at most {MOST} where each has a host of its own"
@@ -132,18 +127,18 @@ def hosts(options: argparse.Namespace, several: object = True) -> None:
         raise InvalidArgument("which command? write it behind --, as in '-- torchrun train.py'")
     if several:
         launchers.check(options.command)
-    _on_path(options.command)
+    on_path(options.command)
 
 
-def _on_path(command: list[str]) -> None:
+def on_path(command: list[str]) -> None:
     beyond = [word for word in command if word != "env" and "=" not in word][:1]
     if beyond and shutil.which(beyond[0]) is None:
         hint = f": python {beyond[0]}" if beyond[0].endswith(".py") else ""
         raise InvalidArgument(f"there is no command {beyond[0]!r} on this machine's PATH{hint}")
 
 
-def _links(options: argparse.Namespace, hosts: object) -> None:
-    if (options.rate or options.delay) and not hosts:
+def links(options: argparse.Namespace) -> None:
+    if (options.rate or options.delay) and not options.hosts:
         raise InvalidArgument("--rate and --delay are of links between hosts: add --hosts")
 
 
@@ -164,7 +159,7 @@ def compare(options: argparse.Namespace) -> None:
             f"--seeds is {options.seeds} and the command has no {{seed}}: all runs would be the "
             "same. Write it where the script takes a seed"
         )
-    _links(options, options.hosts)
+    links(options)
     if options.out != "compare.svg":
         check_picture("out", options.out)
     try:
@@ -175,29 +170,6 @@ def compare(options: argparse.Namespace) -> None:
         raise InvalidArgument(
             f"--pattern is {options.pattern!r}, expected a group (?P<loss>...) around the number"
         )
-
-
-def chaos(options: argparse.Namespace) -> list[fault_schedule.Fault]:
-    """The faults to make."""
-    if not sys.platform.startswith("linux"):
-        raise InvalidArgument(
-            f"chaos needs Linux (process groups that adopt orphans, /proc), this is {sys.platform}"
-        )
-    _on_path(options.command)
-    _links(options, options.hosts)
-    if options.hosts:
-        _hosts(options.ranks + 1)  # one is the launcher's
-    faults = fault_schedule.of(options)
-    if not options.hosts and any(fault.kind == "cut" for fault in faults):
-        raise InvalidArgument("a link can be cut only between hosts: add --hosts, or leave cut out")
-    return faults
-
-
-def bench_codec(options: argparse.Namespace) -> None:
-    if options.check and not (
-        "sign" in (options.codec or "sign").split(",") and {1, 2} <= set(options.threads)
-    ):
-        raise InvalidArgument("--check needs the codec sign on 1 and 2 threads")
 
 
 def bench_allreduce(options: argparse.Namespace) -> None:
