@@ -43,7 +43,7 @@ from commpress.collectives.transports.loopback import Recorded
 from commpress.collectives.transports.mpi import MpiTransport
 from commpress.errors import InvalidArgument
 from commpress.work import run as drive
-from shared_options import add_output, add_ranks, add_sizes, sizes_of
+from shared_options import add_output, add_ranks, add_sizes, natural, sizes_of
 
 PATIENT = timedelta(minutes=5)
 CALLS = 3  # calls back to back
@@ -92,7 +92,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     says = "connections a peer to compare, such as 1,2,4,8"
     add("--connections N,…", option_groups.checked(counts), None, says)
     add_sizes(parser, "256KiB", "16MiB", factor=4)
-    add("--rounds N", option_groups.natural, 5, "of 3 calls of each")
+    add("--rounds N", natural, 5, "of 3 calls of each")
     add("--mpi", says="over MPI instead of Gloo; needs mpirun")
     add_ranks(parser)
     check = (

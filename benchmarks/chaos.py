@@ -45,14 +45,15 @@ from pathlib import Path
 from statistics import median
 
 import fault_schedule
-from commpress.cli import harness, refusals
+from commpress.cli import harness, refusals, terminal
 from commpress.cli.hosts import Hosts, need
+from commpress.cli.on_hosts import send, start
 from commpress.cli.option_groups import declare, option, some_of
-from commpress.cli.processes import Ended, none_left, send, start
 from commpress.collectives.transports.run_key import VARIABLE, new_run_key, run_key
 from commpress.errors import CommpressError, InvalidArgument
 from fault_schedule import KINDS, LAUNCHER, SHARES, Fault
 from history import History, Hit, Verdict
+from nothing_stays import Ended, none_left
 
 STORE = """
 import sys
@@ -142,12 +143,12 @@ def run(options: argparse.Namespace) -> int:
             made = tempfile.TemporaryDirectory(prefix="commpress-chaos-")
             folder = Path(options.logs or stack.enter_context(made))
             folder.mkdir(parents=True, exist_ok=True)
-            hosts = None
+            hosts: CutHosts | None = None
             if options.hosts:
                 link = {"rate": options.rate, "delay": options.delay}
                 hosts = stack.enter_context(CutHosts(options.ranks + 1, **link, name="rank"))
             chaos = Chaos(options, faults, folder, hosts)
-            with harness.ProgressBar("chaos", lines=10) as progress:
+            with terminal.ProgressBar("chaos", lines=10) as progress:
                 chaos.run(progress)
             return _report(options, chaos)
     except Ended as asked:
@@ -481,7 +482,7 @@ def _report(options: argparse.Namespace, chaos: Chaos) -> int:
             "hits": list(map(asdict, chaos.hits)),
             "pauses": list(map(asdict, verdict.pauses)),
         }
-        harness.write_json(options.json, content)
+        terminal.write_json(options.json, content)
     print()
     return harness.verdict(bars)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.kernel_check import ROWS, check_bytes
 from commpress.cli.option_groups import counts, declare, option, some_of
 from commpress.codecs import Codec, SignCodec
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     for name in names:
         check_bytes(CODECS[name])
     print(f"bytes equal the reference for {', '.join(names)}\n")
-    figures = measured(names, options.numel, options.threads, harness.Table(cells))
+    figures = measured(names, options.numel, options.threads, terminal.Table(cells))
     return harness.deliver(options, figures, judge=judge)
 
 

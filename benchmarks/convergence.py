@@ -28,9 +28,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.gpt import GPT, TransformerBlock, batch, standard_library
-from commpress.cli.option_groups import declare, option
+from commpress.cli.option_groups import option
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument, MissingPackage
 from commpress.optim import (
@@ -143,7 +143,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add_output(
         parser, check="every compressed optimizer ends as low as the worst seed of its reference"
     )
-    declare(parser, "@plot")
+    option(parser, "--plot FILE", says="a picture of it (needs matplotlib)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -178,9 +178,11 @@ def run(options: argparse.Namespace) -> int:
         ]
         finished = Runs(options.json, Run, Finished).of(runs, train, options.processes)
     groups = grouped(finished)
-    print(harness.table([cells(task, name, groups) for task, name in groups]))
+    print(terminal.table([cells(task, name, groups) for task, name in groups]))
     options.json = None  # written already, after each run
-    return harness.deliver(options, groups, judge=judge, draw=draw)
+    if options.plot:
+        draw(options.plot, groups)
+    return harness.deliver(options, groups, judge=judge)
 
 
 def grouped(finished: list[Finished]) -> Groups:

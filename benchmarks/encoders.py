@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.kernel_check import ROWS
 from commpress.cli.option_groups import option
 from commpress.kernels.cpu import row_codec as cpu
@@ -90,7 +90,7 @@ def compare(numel: int, threads: list[int]) -> Rows:
     """The rows of the table, printed as they are measured."""
     numel = max(numel // (ROWS * SLICE), 1) * ROWS * SLICE
     x, residual, spare = torch.randn(numel), torch.randn(numel), torch.zeros(numel)
-    table = harness.Table(_cells)
+    table = terminal.Table(_cells)
     rows, before = [], torch.get_num_threads()
     try:
         for count in threads:

@@ -35,7 +35,7 @@ import commpress
 from commpress.cli import harness, option_groups, refusals
 from commpress.cli.cluster_options import saved_tensors
 from commpress.errors import InvalidArgument
-from shared_options import add_output, add_ranks, add_topology
+from shared_options import add_output, add_ranks, add_topology, natural
 
 WAYS = ("torch f32", "torch bf16", "flat", "nodes", "int8", "auto")
 # times faster than torch's float32 copies, with 8 experts a token
@@ -63,12 +63,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     add = partial(option_groups.option, parser)
     add_topology(parser)
     add("--k A,B", option_groups.counts, "2,8", "experts of a token")
-    add("--tokens N", option_groups.natural, 1024, "of each rank")
-    add("--width D", option_groups.natural, 1024, "of a token")
-    add("--experts E", option_groups.natural, 16, "of all ranks")
+    add("--tokens N", natural, 1024, "of each rank")
+    add("--width D", natural, 1024, "of a token")
+    add("--experts E", natural, 16, "of all ranks")
     says = "tokens and a gate that examples/moe_gpt.py saved"
     add("--states FILE", option_groups.saved(STATES), None, says)
-    add("--rounds N", option_groups.natural, 5, "timed")
+    add("--rounds N", natural, 5, "timed")
     add("--slow", says="links between nodes are slow: hold speeds to their bars, too")
     add_ranks(parser)
     check = (

@@ -24,7 +24,7 @@ from time import perf_counter
 import torch
 
 import commpress
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.option_groups import option
 from commpress.collectives.transports.loopback import Loopback
 from commpress.errors import InvalidArgument
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
             rows.append(bench.round())
         bench.close()
     rows = rows[WARM:]
-    print(harness.table([cells(rows)]))
+    print(terminal.table([cells(rows)]))
     return harness.deliver(options, rows, judge=judge)
 
 

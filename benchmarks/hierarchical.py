@@ -115,15 +115,14 @@ def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[Measure
 
 def _measure(buffer: TwoLevel, iterations: int, links: Links | None) -> Measured:
     torchs: dict[str, Callable[[], object]] = {"torch": lambda: dist.all_reduce(buffer.buffer)}
-    before = buffer.sent()
+    levels = buffer.hierarchy
+    before, topology = levels.between_bytes, levels.hierarchy.topology
     took, calls = buffer.run(torchs, iterations)
     buffer.fill()
     buffer.levels()  # whose result is checked
-    nodes, numel = buffer.hierarchy.topology.nodes, buffer.input.numel()
+    nodes, numel = topology.nodes, buffer.input.numel()
     sent = torch.zeros(len(nodes), dtype=torch.int64)
-    sent[buffer.hierarchy.topology.node(buffer.channel.rank)] = (buffer.sent() - before) // (
-        calls + 1
-    )
+    sent[topology.node(buffer.channel.rank)] = (levels.between_bytes - before) // (calls + 1)
     dist.all_reduce(sent)
     formula = (
         2 * (len(nodes) - 1) / len(nodes) * codec_named(buffer.codec).row_bytes(width_of(numel, 1))

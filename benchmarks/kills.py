@@ -39,7 +39,7 @@ from torch import nn
 import commpress
 import kept
 from campaign import FAULTS, WORKLOADS, Campaign, Kill
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
 from shared_options import add_output
@@ -152,7 +152,7 @@ def run(options: argparse.Namespace) -> int:
 def campaigns(options: argparse.Namespace, folder: Path) -> list[Account]:
     """Those that the file knows, and as many more as are wanted, of each workload in turn."""
     accounts = read(options.account)
-    table = harness.Table(cells)
+    table = terminal.Table(cells)
     while True:
         done = {
             name: sum(len(a.kills) for a in accounts if a.workload == name)
@@ -279,7 +279,7 @@ def compare_losses(options: argparse.Namespace, folder: Path) -> int:
     variance behind, and so smaller steps, which end at a lower loss than undisturbed ones.
     """
     names = ("workload", "seed", "faults", "loss")
-    table = harness.Table(lambda row: dict(zip(names, map(str, row), strict=True)))
+    table = terminal.Table(lambda row: dict(zip(names, map(str, row), strict=True)))
     rows, bars = [], []
     for workload in options.only or [name for name in WORKLOADS if name not in DIVIDED]:
         ends: dict[int, list[float]] = {0: [], LOSS_FAULTS: []}

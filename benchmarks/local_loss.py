@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 import commpress
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.cli.option_groups import option
 from commpress.codecs import policy_of
@@ -186,7 +186,7 @@ def run(options: argparse.Namespace) -> int:
         runs += [replace(tuned[every], codec=codec, seed=seed) for seed in seeds]
     every_run = finished(runs)
     rows = cells_of(every_run)
-    print(harness.table(rows))
+    print(terminal.table(rows))
     options.json = None  # written already, after each run
     return harness.deliver(options, every_run, judge=judge)
 

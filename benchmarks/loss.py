@@ -50,7 +50,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 import deepspeed_peer
-from commpress.cli import harness, ranks, training
+from commpress.cli import harness, ranks, terminal, training
 from commpress.cli.connections import sent_bytes
 from commpress.cli.contenders import torch_rank
 from commpress.cli.gpt import batch
@@ -235,7 +235,7 @@ def run(options: argparse.Namespace) -> int:
     measured = [reached(curve, results.seconds, options.target) for curve in results.curves]
     plain = next((m.seconds for m in measured if m.variant == "plain"), None)
     shown = partial(cells, plain=plain)
-    print(step_table(results), harness.table(list(map(shown, measured))), sep="\n\n")
+    print(step_table(results), terminal.table(list(map(shown, measured))), sep="\n\n")
     return harness.deliver(
         options,
         measured,
@@ -646,7 +646,7 @@ def step_table(results: Results) -> str:
         sent = results.sent[kind]
         megabytes = "-" if sent is None else f"{sent / 1e6:.2f}"
         rows.append({"kind of step": kind, "s": f"{took:.3f}", "MB sent/rank": megabytes})
-    return harness.table(rows)
+    return terminal.table(rows)
 
 
 def cells(m: Measured, plain: float | None) -> dict[str, str]:

@@ -25,7 +25,7 @@ import torch
 
 import commpress
 from commpress.checksum import checksum_of
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     def cells(m: Measured) -> dict[str, str]:
         return cells_of(m, measured[0])
 
-    print(title, harness.table(list(map(cells, measured))), sep="\n")
+    print(title, terminal.table(list(map(cells, measured))), sep="\n")
     return harness.deliver(options, measured, judge=judge)
 
 

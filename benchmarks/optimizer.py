@@ -29,7 +29,7 @@ from time import perf_counter
 
 import torch
 
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.gpt import GPT
 from commpress.cli.option_groups import option
 from commpress.collectives.allreduce import settle
@@ -108,7 +108,7 @@ def show(
 ) -> int:
     parameters = f"{measured[0].parameters / 1e6:.1f} M parameters"
     title = f"{parameters}, {options.threads} thread(s), {what}, nothing sent"
-    print(title, harness.table(list(map(cells, measured))), sep="\n")
+    print(title, terminal.table(list(map(cells, measured))), sep="\n")
     return harness.deliver(options, measured, judge=partial(judge, bar=bar))
 
 

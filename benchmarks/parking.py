@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 import commpress
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.parked_state import digest_of
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         measured = [apart(place, options, folder) for place in PLACES]
     title = f"{show_bytes(measured[0].state)} of training state, {options.threads} thread(s)"
-    print(title, harness.table(list(map(cells_of, measured))), sep="\n")
+    print(title, terminal.table(list(map(cells_of, measured))), sep="\n")
     return harness.deliver(options, measured, judge=judge)
 
 

@@ -33,7 +33,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import commpress
-from commpress.cli import gpt, harness, ranks
+from commpress.cli import gpt, harness, ranks, terminal
 from commpress.cli.hosts import Hosts, parse_rate
 from commpress.cli.option_groups import option
 from commpress.integrations.pipeline import decode_into, edge_codec, encoded
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     if options.on is not None:
         found = ranks.on_ranks(bench, options, print)
         if found is not None:
-            harness.write_json(options.on, found)
+            terminal.write_json(options.on, found)
         return 0
     links = [FAST, *options.rates.split(",")]
     rows: list[EdgeTimes] = []
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
             exact.edge_seconds / row.edge_seconds,
             row.step_seconds / fast.step_seconds,
         )
-    print(harness.table(list(map(cells, rows))))
+    print(terminal.table(list(map(cells, rows))))
     for codec, each in losses.items():
         apart = [a - b for a, b in zip(each, losses["none"], strict=True)]
         said = ", ".join(f"{loss:.3f}" for loss in each)

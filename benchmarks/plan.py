@@ -17,7 +17,7 @@ import argparse
 from dataclasses import dataclass
 
 import machines
-from commpress.cli import bench_train, harness, ranks, training
+from commpress.cli import bench_train, harness, ranks, terminal, training
 from commpress.cli.refusals import check_variant
 from commpress.codecs import codec_named
 from commpress.codecs.planned import PLAIN
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     measured, seconds = found
     rows, why = planned(measured, seconds, load)
     print(f"computing alone takes {1e3 * seconds[COMPUTE]:.1f} ms")
-    print(harness.table(list(map(cells, rows))))
+    print(terminal.table(list(map(cells, rows))))
     print(f"the plan: {why}")
     chosen, best = choice(rows)
     print(

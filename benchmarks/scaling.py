@@ -15,7 +15,7 @@ as plan --mesh predicts them.
 import argparse
 from dataclasses import dataclass
 
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.plan.cluster import Cluster, Node
 from commpress.plan.costs import device_costs
 from commpress.plan.grids import Grid, MeshDims, MeshStep, MeshWork, Numel, predicted
@@ -148,7 +148,7 @@ def run(options: argparse.Namespace) -> int:
                 added,
             )
         )
-    print(harness.table(list(map(cells, rows))))
+    print(terminal.table(list(map(cells, rows))))
     return harness.deliver(options, rows, judge=judge)
 
 

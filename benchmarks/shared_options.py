@@ -2,9 +2,11 @@
 
 import argparse
 
-from commpress.cli.option_groups import TABLES, at_least, declare, natural, option
+from commpress.cli.option_groups import TABLES, at_least, declare, option
 from commpress.cli.option_groups import sizes_of as sizes_of
 from commpress.units import parse_bytes
+
+natural = at_least(1)
 
 
 def add_output(parser: argparse.ArgumentParser, *, check: str) -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import machines
-from commpress.cli import harness, ranks
+from commpress.cli import harness, ranks, terminal
 from commpress.cli.reduced import Reduced
 from commpress.codecs import codec_named
 from commpress.collectives.channel import Channel
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     measured, rows = found  # machines as a buffer of each size finds them
     simulate(measured, rows)
-    print(harness.table(list(map(cells, rows))))
+    print(terminal.table(list(map(cells, rows))))
     offs = sorted(abs(row.off) for row in rows)
     print(f"off by {100 * median(offs):.0f} % (median), {100 * offs[-1]:.0f} % (worst)")
     every = {show_bytes(size): one.as_dict() for size, one in measured.items()}

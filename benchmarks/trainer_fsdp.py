@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import commpress
-from commpress.cli import harness, ranks
+from commpress.cli import harness, ranks, terminal
 from commpress.cli.connections import sent_bytes
 from commpress.cli.gpt import standard_library
 from commpress.cli.hosts import Hosts, parse_rate
@@ -120,7 +120,7 @@ def run(options: argparse.Namespace) -> int:
     found = {way: _measured(way, turns[way], options) for way in ways}
     for each in found.values():
         each.against = each.tokens / found["plain"].tokens if "plain" in found else 1.0
-    print(harness.table(list(map(cells, found.values()))))
+    print(terminal.table(list(map(cells, found.values()))))
     return harness.deliver(options, list(found.values()), judge=judge)
 
 

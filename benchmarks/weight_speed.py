@@ -20,7 +20,7 @@ from statistics import median
 
 import numpy as np
 
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.option_groups import at_least, option
 from commpress.kernels import exact_format as law
 from commpress.kernels.cpu import exact
@@ -84,7 +84,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     lines = measure(options.times)
-    print(harness.table(list(map(cells, lines))))
+    print(terminal.table(list(map(cells, lines))))
     return harness.deliver(options, lines, judge=judge)
 
 

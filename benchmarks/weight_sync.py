@@ -51,7 +51,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.cli.hosts import Hosts, parse_rate
 from commpress.cli.option_groups import at_least, option
@@ -172,7 +172,7 @@ def run(options: argparse.Namespace) -> int:
             options.turns,
         )
         measured = _measure(hosts, setting)
-    print(harness.table([cells(measured)]))
+    print(terminal.table([cells(measured)]))
     return harness.deliver(options, [measured], judge=judge)
 
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
 from gpu import codecs, groups, machine, memory, runner, training
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         about, results = measure(options)
     rows = [row for result in results for row in rows_of(result)]
-    print("\n" + harness.table(rows))
+    print("\n" + terminal.table(rows))
     bad = [result for result in results if not result.holds]
     print(
         f"\n{len(results) - len(bad)} of {len(results)} steps ran to their end and held their "

@@ -1,6 +1,6 @@
-"""Pictures of one look: curves, bars, matrices."""
+"""Pictures of one look: curves, matrices."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -9,10 +9,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
-from matplotlib.ticker import FuncFormatter
 
 COLOURS = ("#999999", "#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b")
-MARKERS = "os^Dv<>P"
 PANEL = (6.4, 4.6)  # inches
 # behind a number that a line may cross
 PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.0}
@@ -25,7 +23,6 @@ def chart(
     *,
     panels: int = 1,
     size: tuple[float, float] = PANEL,
-    share: bool = False,
 ) -> Iterator[list[Any]]:
     """Panels side by side, to be filled; what they show is saved when the context ends."""
     figure, grid = pyplot.subplots(
@@ -34,7 +31,6 @@ def chart(
         figsize=(size[0] * panels, size[1]),
         layout="constrained",
         squeeze=False,
-        sharey=share,
     )
     try:
         yield list(grid[0])
@@ -60,47 +56,6 @@ def _explain(figure: Any, panels: Sequence[Any]) -> None:
         figure.legend(
             every.values(), every, loc=place, ncols=columns, frameon=False, fontsize="small"
         )
-
-
-def curve(i: int) -> dict[str, Any]:
-    """Looks of the i-th curve."""
-    colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-    return {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.7}
-
-
-def logarithmic(panel: Any) -> None:
-    """The y axis, with labels that people read: 20, not 2 × 10¹."""
-    panel.set_yscale("log")
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    panel.yaxis.set_minor_formatter(FuncFormatter(_between))
-
-
-def _between(value: float, _: int) -> str:
-    """Label 2 and 5 between powers of ten: a panel may hold less than one decade."""
-    first = f"{value:e}"[0]
-    return f"{value:g}" if first in "25" else ""
-
-
-def stacked(
-    panel: Any,
-    names: Sequence[str],
-    series: Mapping[str, Sequence[float]],
-    axis: str,
-    first: int = 0,
-) -> None:
-    """Lying bars with their values, first name on top, each made of one of each series; ``first``:
-    of the colours."""
-    ends = [0.0] * len(names)
-    for i, (label, values) in enumerate(series.items()):
-        look = {"height": 0.74, "color": COLOURS[first + i], "label": label}
-        if any(values):
-            panel.barh(range(len(names)), values, left=ends, **look)
-        ends = [a + b for a, b in zip(ends, values, strict=True)]
-    for at, end in enumerate(ends):
-        text = f"{end:.0f}" if end >= 1000 else f"{end:.3g}"
-        panel.text(end, at, f" {text}", va="center", fontsize=8, bbox=PAPER)
-    panel.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.5))
-    panel.set(xlim=(0, 1.17 * max(ends) or 1), xlabel=axis)
 
 
 def matrix(panel: Any, values: Sequence[Sequence[float | None]]) -> None:

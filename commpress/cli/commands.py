@@ -166,8 +166,7 @@ COMMANDS = (  # in the order in which help shows them
       commpress plan --parameters 110M --nodes 4x1 --link 1gbit,100us --compute-ms 300
       commpress plan --model mymodels:make_gpt --nodes 8x8 --link 25gbit,10us \\
           --device 900GB/s --compute-ms 250
-      commpress plan --config config.json --links links.json --compute-ms 800 \\
-          --out plan.json --plot plan.png
+      commpress plan --config config.json --links links.json --compute-ms 800 --out plan.json
       commpress plan --parameters 1.5B --nodes 4x1 --compute-ms 900 \\
           --memory device=24GiB,host=64GiB
       commpress plan --model mymodels:make_gpt --gradients grads.pt --nodes 4x1 --compute-ms 300
@@ -194,7 +193,6 @@ COMMANDS = (  # in the order in which help shows them
     --gradients FILE | gradients | | measured ones, for a codec of its own for every layer
     --out FILE | | plan.json | where to write the plan
     @json
-    @plot
     """,
     ),
     Command(
@@ -217,8 +215,7 @@ COMMANDS = (  # in the order in which help shows them
       commpress simulate --nodes 4x1 --link 1gbit,100us --bytes 32MiB
       commpress simulate --nodes 8x8 --link 25gbit,10us --device 900GB/s --parameters 340M \\
           --compute-ms 250 --layered
-      commpress simulate --nodes 512x8 --link 100gbit,5us --device 2TB/s \\
-          --scaling 1,8,64,512 --plot scaling.png
+      commpress simulate --nodes 512x8 --link 100gbit,5us --device 2TB/s --scaling 1,8,64,512
 
     A row: seconds of the call or step; exposed is what a step takes longer than computing alone; MB
     that one rank sends, and of them those that leave its node (of the rank that sends most);
@@ -232,7 +229,6 @@ COMMANDS = (  # in the order in which help shows them
     @cluster
     @model
     @json
-    @plot
     """,
     ),
     Command(
@@ -302,8 +298,7 @@ COMMANDS = (  # in the order in which help shows them
                          of float32: algbw = size / time, busbw = algbw * 2(n-1)/n
       #wrong             elements whose bits differ between ranks
       wire               bytes one rank sent, headers included; ratio: against a float32 ring
-      error              of one all-reduce against the exact mean, relative; kept: the
-                         residuals after all
+      error              of one all-reduce against the exact mean, relative
       fp32 us, faster    time of torch's all_reduce, and how many times longer it takes
     It runs what the DDP hook runs: the same messages, kernels, transport and error feedback.
 
@@ -319,8 +314,7 @@ COMMANDS = (  # in the order in which help shows them
     --iterations N | 1.. | 10 | timed, of each size
     --warmup N | 0.. | 2 | not timed, of each size
     @ranks
-    --check | | | exit status 1 unless ranks agree bit for bit, error feedback loses nothing
-        and codecs err in the right order
+    --check | | | exit status 1 unless ranks agree bit for bit
     @json
     """,
     ),
@@ -347,8 +341,7 @@ COMMANDS = (  # in the order in which help shows them
     --size SIZE | size | 512MiB | bytes written and read per figure
     --rounds N | 1.. | 5 | of everything
     --depth N | 1.. | 4 | transfers at once
-    --engine NAME | refused by engine | auto | auto (default), threads, io_uring, libaio or
-        aiofiles
+    --engine | {auto,io_uring,threads,libaio,aiofiles} | auto | (default auto)
     --no-fio | | | do not run fio
     --check | | | exit status 1 unless the store reaches 95 % of fio
     @json

@@ -1,5 +1,5 @@
-"""Harness of every benchmark: rows that come from all ranks become a table, and --check, --json and
---plot use them."""
+"""Harness of every benchmark: rows that come from all ranks become a table, and --check and --json
+use them."""
 
 import argparse
 import os
@@ -7,7 +7,6 @@ import platform
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -16,12 +15,7 @@ import torch.distributed as dist
 
 from commpress import __version__
 from commpress.cli import ranks
-from commpress.cli.terminal import ProgressBar as ProgressBar
-from commpress.cli.terminal import Table as Table
-from commpress.cli.terminal import line as line
-from commpress.cli.terminal import render as render
-from commpress.cli.terminal import table as table
-from commpress.cli.terminal import write_json as write_json
+from commpress.cli.terminal import Table, write_json
 
 T = TypeVar("T")
 Bars = Sequence[tuple[str, bool]]
@@ -127,10 +121,9 @@ def deliver(
     rows: Collection[Any],
     *,
     judge: Callable[[Any], Bars] | None = None,
-    draw: Callable[[str, Any], None] | None = None,
     **more: Any,
 ) -> int:
-    """The exit status, after what --check, --json and, with ``draw``, --plot ask for.
+    """The exit status, after what --check and --json ask for.
 
     ``rows`` are dataclasses or dictionaries; ``more`` goes beside them into the file.
     """
@@ -144,9 +137,6 @@ def deliver(
             "bars": bars,
         }
         write_json(options.json, content)
-    if draw is not None and options.plot:
-        draw(options.plot, rows)
-        print(f"plot: {options.plot}")
     if bars:
         print()
     return verdict(bars)
@@ -168,9 +158,7 @@ def row(measured: Any) -> Any:
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items() if not callable(v)
-    }
+    return {name: value for name, value in vars(options).items() if not callable(value)}
 
 
 def machine() -> dict[str, Any]:

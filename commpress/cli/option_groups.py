@@ -16,7 +16,6 @@ from inspect import cleandoc
 from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
-from zipfile import BadZipFile, ZipFile
 
 from commpress.cli.hosts import parse_rate
 from commpress.documents import read_json
@@ -110,9 +109,6 @@ def at_least(least: int, most: int = 10**18) -> Callable[[str], int]:
     return convert
 
 
-natural = at_least(1)
-
-
 def where(parse: Kind, holds: Callable[[Any], object], expected: str) -> Kind:
     """Kind of a text that ``parse`` takes, where ``holds`` of the result."""
 
@@ -140,11 +136,6 @@ def meant(word: str, known: Collection[str]) -> str:
     return f": did you mean {close[0]!r}?" if close else ""
 
 
-def byte_counts(text: str) -> list[int]:
-    """Bytes of each of '1MiB,4MiB'."""
-    return [parse_bytes(part) for part in text.split(",")]
-
-
 def counts(text: str) -> list[int]:
     """Positive numbers of '1,2,4'."""
     if not re.fullmatch(r"\s*0*[1-9]\d{0,17}\s*(,\s*0*[1-9]\d{0,17}\s*)*", text, re.ASCII):
@@ -159,18 +150,6 @@ def readable(what: str) -> Callable[[str], str]:
         if os.path.isdir(text) or not os.access(text, os.R_OK):
             raise InvalidArgument(f"{text!r} cannot be read, expected {what}")
         return text
-
-    return convert
-
-
-def saved(what: str) -> Callable[[str], str]:
-    """The name of a file that ``torch.save`` made, which is an archive of zip."""
-
-    def convert(text: str) -> str:
-        with suppress(BadZipFile), ZipFile(readable(what)(text)) as file:
-            if any(name.endswith("/data.pkl") for name in file.namelist()):
-                return text
-        raise InvalidArgument(f"{text!r} is no file of torch.save, expected {what}")
 
     return convert
 
@@ -207,7 +186,7 @@ KINDS: dict[str, Kind] = {  # of tables
         lambda path: path.is_dir() and os.access(path, os.W_OK),
         "a folder that is there and can be written",
     ),
-    "gradients": saved(GRADIENTS),
+    "gradients": readable(GRADIENTS),
     "large": where(parse_bytes, lambda n: n >= 1024, "at least 1KiB"),
     "link": checked(parse_link),
     "links": readable("what commpress probe wrote"),
@@ -221,7 +200,7 @@ KINDS: dict[str, Kind] = {  # of tables
     "rate": parse_rate,
     "sections": some_of(SECTIONS),
     "size": checked(parse_bytes),
-    "sizes": byte_counts,
+    "sizes": lambda text: list(map(parse_bytes, text.split(","))),
     "time": parse_time,
     "width": where(
         at_least(1, 1 << 14), lambda n: n % HEADS == 0, f"a width that {HEADS} heads share"
@@ -314,9 +293,6 @@ def refuse_early(options: argparse.Namespace) -> None:
 TABLES = {
     "json": """
         --json FILE | | | all rows, with settings and versions
-    """,
-    "plot": """
-        --plot FILE | | | a picture of it: .png, .svg or .pdf (needs matplotlib)
     """,
     "ranks": """
         --ranks N | 2.. | 4 | local processes (default 4); a launcher's own number wins

@@ -40,15 +40,11 @@ def on_ranks(function: Callable[..., Any], options: argparse.Namespace, report: 
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
         check_size(size)
-        result = function(rank, size, options, report if rank == 0 else _silent)
+        result = function(rank, size, options, report if rank == 0 else lambda *_: None)
         dist.barrier()  # nobody closes a connection that another still waits on
         return result if rank == 0 else None
     finally:
         dist.destroy_process_group()
-
-
-def _silent(*values: object) -> None:
-    """The report of ranks that nobody listens to."""
 
 
 def check_size(size: int) -> None:

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import NoReturn, TypeVar
 
@@ -28,7 +28,6 @@ from commpress.errors import InvalidArgument, MissingPackage
 from commpress.integrations.trainers.launcher import place
 from commpress.plan.grid import RINGS, MeshDims, dims_of, speeds_of
 from commpress.plan.pair_links import load_pairs
-from commpress.tiered_mem.engines import NAMES as ENGINES
 from commpress.units import parse_bytes, parse_nodes
 
 T = TypeVar("T")
@@ -51,17 +50,6 @@ def row_codec(text: str) -> None:
     codec_named(text).row_bytes(8)
 
 
-def engine(text: str) -> None:
-    _one_of(text, ("auto", *ENGINES), "one of")
-
-
-def _one_of(name: str, known: Collection[str], expected: str) -> None:
-    if name not in known:
-        raise InvalidArgument(
-            f"got {name!r}, expected {expected} {', '.join(known)}{meant(name, known)}"
-        )
-
-
 def variants_of(text: str) -> tuple[str, ...]:
     """Those that ``commpress bench train`` runs."""
     variants = tuple(dict.fromkeys(["compute", *text.split(",")]))
@@ -72,8 +60,10 @@ def variants_of(text: str) -> tuple[str, ...]:
 
 def check_variant(name: str) -> None:
     if not re.fullmatch(r"powersgd[1-9][0-9]{0,3}", name):
-        known = tuple(dict.fromkeys(("compute", "plain", "hook", "bf16", AUTO, *NAMES)))
-        _one_of(name, known, "powersgdN or one of")
+        known = dict.fromkeys(("compute", "plain", "hook", "bf16", AUTO, *NAMES))
+        if name not in known:
+            said = f"got {name!r}, expected powersgdN or one of {', '.join(known)}"
+            raise InvalidArgument(said + meant(name, known))
 
 
 # ---------------------------------------------------------------- options together
@@ -205,7 +195,7 @@ def plan(options: argparse.Namespace) -> None:
             "--compute-ms is missing: what one rank takes for a step without communication"
         )
     if options.mesh:
-        _unused(options, "--mesh", "gradients cores plot")
+        _unused(options, "--mesh", "gradients cores")
         if options.memory.keys() - {"device"}:
             raise InvalidArgument(
                 f"--memory has {', '.join(options.memory)}: grids keep all on the device, expected "
@@ -267,8 +257,6 @@ def simulate(options: argparse.Namespace) -> None:
     cluster = _cluster(options)
     if len(cluster.nodes) == cluster.size:
         _unused(options, "nodes of one rank", "layered")
-    if options.plot and not options.scaling:
-        raise InvalidArgument("--plot draws times against ranks: give --scaling, too")
     if trains(options):
         _unused(options, "a training step", "bytes")
         _model(options)

@@ -370,7 +370,8 @@ class _Prediction:
         share = np.array([sum(work.costs[a:b]) for a, b in self.ranges]) / sum(work.costs)
         per_block = self._rings() | {"ep": self._experts()}
         # [forward and backward, stage]: seconds of a micro-batch beside computing
-        beside = sum(np.outer(both, self.blocks[axis]) for axis, both in per_block.items())
+        each = (np.outer(both, self.blocks[axis]) for axis, both in per_block.items())
+        beside = sum(each, np.zeros((2, grid.pp)))
         edges = self._edges()
         most = 0.0
         for speed, count in zip(self.speeds.T, self.counts, strict=True):
@@ -457,8 +458,8 @@ class _Prediction:
         ]
         passes = [[way.forward for way in ways], [way.backward for way in ways]]
         every = [hop for each in passes for hops in each for hop in hops]
-        columns = (np.concatenate(column) for column in zip(*every, strict=True))
-        self._sends("ep", *columns, self.turns * max(self.blocks["ep"]))
+        source, sink, nbytes = (np.concatenate(column) for column in zip(*every, strict=True))
+        self._sends("ep", source, sink, nbytes, self.turns * max(self.blocks["ep"]))
         coded = ways[0].coded(self.costs)
         there, back = (hop_seconds(each, self.links) + coded for each in passes)
         return there, back

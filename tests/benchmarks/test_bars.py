@@ -8,6 +8,7 @@ import loss as bench_loss
 import plan as bench_plan
 import simulate as bench_simulate
 from commands import main
+from commpress.cli import bench_train
 
 
 def holding(bars):
@@ -79,3 +80,15 @@ def test_bars_and_steps_to_a_loss():
     assert bench_loss.reached([curve, slower], {"plain": 2.0}, 2.5).seconds is None
     for target in (2.5, 1.5):
         assert bench_loss.best([[slower, curve], [curve, later]], target) == [curve, later]
+
+
+def test_bars_of_training_steps():
+    def measured(name, step, exposed=0.0):
+        return bench_train.TrainedVariant(name, step, exposed, None, 2.0, 1)
+
+    rows = [measured(name, step) for name, step in (("plain", 1.0), ("sign", 0.9), ("auto", 0.93))]
+    assert holding(bench_train.judge(rows)) == [True, True]
+    rows[-1].step_seconds = 1.01
+    assert holding(bench_train.judge(rows)) == [True, False]
+    rows = [measured("compute", 1.0), measured("powersgd1", 2.0, 1.0), measured("sign", 1.4, 0.4)]
+    assert holding(bench_train.judge(rows)) == [True, False]

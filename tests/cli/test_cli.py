@@ -253,7 +253,7 @@ EARLY = [
     ("bench io --chunks 3MiB", "--chunks must be at least 1MiB and divide --size"),
     ("bench io --chunks many", "argument --chunks: size is 'many', expected a number with KiB"),
     ("bench io --size 0", "--chunks must be at least 1MiB and divide --size"),
-    ("bench io --engine spdk", "argument --engine: got 'spdk', expected one of auto, io_uring"),
+    ("bench io --engine spdk", "argument --engine: invalid choice: 'spdk' (choose from"),
     ("weights serve run --port -1", "argument --port: got '-1', expected a whole number"),
     ("weights pull a b --limit many", "argument --limit: size is 'many', expected a number"),
     ("weights verify run --json /nowhere/all.json", "--json is '/nowhere/all.json', expected"),
@@ -386,8 +386,6 @@ CONTENTS = [  # of a file, the line that names it, and what is said
         "plan {} --mesh --pairs FILE",
         "a measured pair is {'first': 0, 'second': 2}, expected ranks below 2",
     ),
-    ("x", "plan {} --gradients FILE", "'FILE' is no file of torch.save, expected {n: p.grad for"),
-    ("PK\3\4", "plan {} --gradients FILE", "argument --gradients: 'FILE' is no file of torch.save"),
     ('{"model_type": "gpt2"}', "plan --config FILE --compute-ms 1", "pip install 'commpress[hf]'"),
 ]
 
@@ -416,8 +414,8 @@ def test_files_of_torch_with_something_else_are_refused_before_anything_is_measu
     torch.save([torch.ones(3)], whole)
     for path, says in (
         (calls, f"--gradients is {calls!r}, which torch.load cannot read ("),
-        (numbers, f"--gradients is {numbers!r}, whose 'weight' is torch.int64, expected"),
-        (whole, f"--gradients is {whole!r}, which holds no tensors by name, expected"),
+        (numbers, f"--gradients is {numbers!r}, which holds no floats by name"),
+        (whole, f"--gradients is {whole!r}, which holds no floats by name"),
     ):
         assert status(["plan", "--parameters", "1M", "--compute-ms", "1", "--gradients", path]) == 2
         out, err = capsys.readouterr()
@@ -535,7 +533,7 @@ def test_bench_allreduce(on_two, tmp_path, capsys):
     sizes = "--ranks 2 --min-bytes 40KB --max-bytes 400KB --factor 10"
     rows = benched(f"allreduce {sizes} --iterations 3 --warmup 0 --check", tmp_path)
     said = capsys.readouterr().out
-    assert said.count("\nok ") == 3
+    assert said.count("\nok ") == 1
     assert "busbw" in said
     assert max(map(len, said.splitlines()[:4])) <= 100, "it fits a terminal"
     assert [(r["size"], r["codec"]) for r in rows[:2]] == [(40_000, "sign"), (400_000, "sign")]
@@ -578,7 +576,7 @@ def test_calls_take_turns_and_each_begins_once():
 
 
 def test_progress_is_a_few_lines_where_there_is_no_terminal(capsys):
-    with harness.ProgressBar("probe", lines=4) as progress:
+    with terminal.ProgressBar("probe", lines=4) as progress:
         for i in range(1, 11):
             progress(i / 10, f"{i}/10")
     assert capsys.readouterr().err == "probe 3/10\nprobe 5/10\nprobe 8/10\nprobe 10/10\n"
@@ -594,17 +592,13 @@ class Row:
 
 
 def test_what_is_measured_is_written_with_settings_and_judged(tmp_path, capsys):
-    options = argparse.Namespace(
-        check=True, json=str(tmp_path / "rows.json"), plot=None, rounds=3, run=print
-    )
+    options = argparse.Namespace(check=True, json=str(tmp_path / "rows.json"), rounds=3, run=print)
     rows = [Row(2.0)]
-    status = harness.deliver(
-        options, rows, judge=lambda rows: [("fast", rows[0].loss < 1)], draw=lambda *_: None, more=7
-    )
+    status = harness.deliver(options, rows, judge=lambda rows: [("fast", rows[0].loss < 1)], more=7)
     assert status == 1
     assert capsys.readouterr().out == "\nFAIL  fast\n"
     content = json.loads(Path(options.json).read_text())
-    assert content["settings"] == {"check": True, "json": options.json, "plot": None, "rounds": 3}
+    assert content["settings"] == {"check": True, "json": options.json, "rounds": 3}
     assert content["rows"] == [{"loss": 2.0, "twice": 4.0}]
     assert (content["bars"], content["more"]) == ([["fast", False]], 7)
 
