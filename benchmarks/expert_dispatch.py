@@ -67,7 +67,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--width D", natural, 1024, "of a token")
     add("--experts E", natural, 16, "of all ranks")
     says = "tokens and a gate that examples/moe_gpt.py saved"
-    add("--states FILE", option_groups.saved(STATES), None, says)
+    add("--states FILE", option_groups.readable(STATES), None, says)
     add("--rounds N", natural, 5, "timed")
     add("--slow", says="links between nodes are slow: hold speeds to their bars, too")
     add_ranks(parser)

@@ -26,7 +26,8 @@ Groups = dict[str, list[Finish]]  # by the name of the way
 
 
 def run(options: argparse.Namespace) -> int:
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # as Ctrl-C does
+    for number in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:  # end as Ctrl-C does
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     return _race(options, _plan(options))
 
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from commpress.errors import CommpressError, InvalidArgument, MissingPackage
 
@@ -75,7 +75,7 @@ class Hosts:
             self.close()
             raise
 
-    def __enter__(self) -> "Hosts":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

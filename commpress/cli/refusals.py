@@ -190,10 +190,6 @@ OF_MESH = "pairs dims speeds batch length micro experts experts_per_token"
 
 def plan(options: argparse.Namespace) -> None:
     _model(options)
-    if not options.compute_ms:
-        raise InvalidArgument(
-            "--compute-ms is missing: what one rank takes for a step without communication"
-        )
     if options.mesh:
         _unused(options, "--mesh", "gradients cores")
         if options.memory.keys() - {"device"}:
@@ -260,11 +256,6 @@ def simulate(options: argparse.Namespace) -> None:
     if trains(options):
         _unused(options, "a training step", "bytes")
         _model(options)
-        if not options.compute_ms:
-            raise InvalidArgument(
-                "a training step needs --compute-ms: what one rank takes for it without "
-                "communication"
-            )
     else:
         _unused(options, "an all-reduce without a model", "compute_ms")
     if parse_bytes(options.bytes) < 4:
@@ -292,6 +283,10 @@ def _model(options: argparse.Namespace) -> None:
         )
     if options.config and find_spec("transformers") is None:
         raise MissingPackage("--config needs transformers: pip install 'commpress[hf]'")
+    if not options.compute_ms:
+        raise InvalidArgument(
+            "--compute-ms is missing: what one rank takes for a step without communication"
+        )
 
 
 def _cluster(options: argparse.Namespace) -> Topology:
@@ -302,10 +297,6 @@ def _cluster(options: argparse.Namespace) -> Topology:
     else:
         count, ranks = parse_nodes(options.nodes)
         found = Topology.of(*[ranks] * min(count, MOST_RANKS + 1))
-    several(found.size)
-    return found
-
-
-def several(ranks: int) -> None:
-    if ranks < 2:
+    if found.size < 2:
         raise InvalidArgument("a cluster of one rank sends nothing: give --nodes with at least two")
+    return found

@@ -77,8 +77,10 @@ class Table:
 def wrapped(text: str, indent: str = "") -> str:
     """A paragraph within 100 columns, or those of a narrower terminal."""
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
-    whole = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.indent(textwrap.fill(text, width - len(indent), **whole), indent)
+    filled = textwrap.fill(
+        text, width - len(indent), break_long_words=False, break_on_hyphens=False
+    )
+    return textwrap.indent(filled, indent)
 
 
 def say(text: str) -> None:

@@ -113,7 +113,7 @@ class PairLinks:
             home[list(node)] = number
         latency, bandwidth = np.zeros((size, size)), np.zeros((size, size))
         for row in rows:
-            found = row if isinstance(row, dict) else {}
+            found: Any = row if isinstance(row, dict) else {}
             a, b, late, rate = map(found.get, ("first", "second", "latency", "bandwidth"))
             known = all(type(rank) is int and 0 <= rank < size for rank in (a, b))
             if not known or not all(type(n) in (int, float) and 0 < n < inf for n in (late, rate)):

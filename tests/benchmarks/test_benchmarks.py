@@ -325,7 +325,8 @@ def test_every_command_that_a_page_shows_is_one(page, monkeypatch, tmp_path):
             elif word.endswith(".pt") and "/" not in word:
                 torch.save({"weight": torch.ones(2)}, word)
         own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-        (cli.parser() if program == "commpress" else parser()).parse_args(own)
+        commands, words = cli.asked(own) if program == "commpress" else (parser(), own)
+        commands.parse_args(words)
 
 
 def test_commands_are_found_in_blocks_and_between_words():

@@ -333,7 +333,7 @@ EARLY = [
         "simulate --ways powersgd-4",
         "powersgd-4 needs shapes: give --parameters, --model or --config",
     ),
-    ("simulate --parameters 1M", "a training step needs --compute-ms"),
+    ("simulate --parameters 1M", "--compute-ms is missing"),
     ("simulate --scaling 0", "argument --scaling: got '0', expected positive numbers"),
     ("simulate --bytes 0", "--bytes is '0', expected at least 4"),
     ("hosts 2", "which command? write it behind --"),
