@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_closed()
     try:
         return run(*asked(list(sys.argv[1:] if argv is None else argv)))
-    except InvalidArgument as error:
+    except CommpressError as error:
         print(f"commpress: error: {error}", file=sys.stderr)
         return 2
 

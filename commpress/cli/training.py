@@ -49,7 +49,7 @@ class Load:
 
 def load_of(options: argparse.Namespace, *, seed: int = 0) -> Load:
     names = ("rounds", "steps", "width", "layers", "length", "batch")
-    return Load(*(getattr(options, name) for name in names), seed)
+    return Load(**{name: getattr(options, name) for name in names}, seed=seed)
 
 
 class Trainee:
