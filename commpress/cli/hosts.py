@@ -205,8 +205,8 @@ class Hosts:
         return ["nsenter", "-t", str(holder.pid), *user, *spaces, "--"]
 
     def on(self, holder: int, script: str, *, feed: str = "") -> str:
-        """What a script prints inside the namespaces of a host, numbered from 1, or of the switch,
-        0."""
+        """Run a script inside the namespaces of a host, numbered from 1, or of the switch, 0, and
+        return its output."""
         command = [*self._enter(self._holders[holder]), "sh", "-ec", script]
         done = subprocess.run(command, input=feed, capture_output=True, text=True, cwd="/")
         if done.returncode:
