@@ -84,7 +84,7 @@ docs: ## build the pages of docs/ as a static site into build/site
 wheel: venv ## build the wheel into dist/, try it in an empty environment with its runtime dependencies alone, say its size
 	@rm -rf build/wheel dist && $(BIN)/python -m build --outdir dist . >/dev/null
 	@$(PYTHON) -m venv build/wheel && build/wheel/bin/python -m pip --disable-pip-version-check install --quiet '$(ASKED)' dist/*.whl
-	@cd build/wheel && bin/commpress --help >/dev/null && bin/commpress bench codec --codec sign --numel 65536 --threads 1
+	@cd build/wheel && bin/commpress --help >/dev/null && bin/commpress doctor --only torch
 	@du -sh dist/*.whl build/wheel/lib/python*/site-packages/commpress build/wheel/lib/python*/site-packages
 
 image: ## build the Dockerfile's image and run it; without Docker its steps, in a folder; make image ARGS='INDEX= EXTRA=hf'

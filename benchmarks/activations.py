@@ -25,11 +25,12 @@ import torch
 
 import commpress
 from commpress.checksum import checksum_of
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.gpt import GPT, standard_library
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
 from commpress.units import show_bytes
+from shared_options import add_output
 from turns import Steps, in_turns, resident
 
 MEMORY, SLOWER = 0.55, 1.1
@@ -55,7 +56,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--threads N", int, 2)
     option(parser, "--host SIZE", str, "128MiB", "memory of the store on disk, and the budget")
     option(parser, "--folder DIR", str, None, "on the disk (default: a temporary one)")
-    harness.add_options(
+    add_output(
         parser,
         check=f"resident memory is at most {MEMORY} with the disk, a step at most {SLOWER} with "
         "RAM, and bits are equal",
@@ -77,9 +78,8 @@ def run(options: argparse.Namespace) -> int:
     def cells(m: Measured) -> dict[str, str]:
         return cells_of(m, measured[0])
 
-    print(title, harness.table(list(map(cells, measured))), sep="\n")
-    draw = harness.drawing(title, cells, {"resident, GiB": ("resident, GiB",)})
-    return harness.deliver(options, measured, judge=judge, draw=draw)
+    print(title, terminal.table(list(map(cells, measured))), sep="\n")
+    return harness.deliver(options, measured, judge=judge)
 
 
 def cells_of(m: Measured, base: Measured) -> dict[str, str]:

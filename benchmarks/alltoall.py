@@ -43,6 +43,7 @@ from commpress.collectives.transports.loopback import Recorded
 from commpress.collectives.transports.mpi import MpiTransport
 from commpress.errors import InvalidArgument
 from commpress.work import run as drive
+from shared_options import add_output, add_ranks, add_sizes, natural, sizes_of
 
 PATIENT = timedelta(minutes=5)
 CALLS = 3  # calls back to back
@@ -90,33 +91,31 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--nodes NxM", option_groups.checked(Topology.parse), None, says)
     says = "connections a peer to compare, such as 1,2,4,8"
     add("--connections N,…", option_groups.checked(counts), None, says)
-    option_groups.add_sizes(parser, "256KiB", "16MiB", factor=4)
-    add("--rounds N", option_groups.natural, 5, "of 3 calls of each")
+    add_sizes(parser, "256KiB", "16MiB", factor=4)
+    add("--rounds N", natural, 5, "of 3 calls of each")
     add("--mpi", says="over MPI instead of Gloo; needs mpirun")
-    option_groups.add_ranks(parser)
+    add_ranks(parser)
     check = (
         "all routes deliver what the rival delivers: in every bit, or within the codec's error; "
         "over MPI at 9/10 its speed"
     )
-    option_groups.add_output(parser, check=check)
+    add_output(parser, check=check)
 
 
 def run(options: argparse.Namespace) -> int:
     if options.mpi and not refusals.launched():
         raise InvalidArgument("--mpi needs ranks of an MPI job: mpirun -n 4 python benchmarks …")
     refusals.on_nodes(options, "nodes")
-    harness.sizes_of(options)
-    title = f"One all-to-all, codec {options.codec}; rival: {'MPI' if options.mpi else 'torch'}"
-    panels = {"one call, us": ("flat us", "nodes us", "rival us")}
+    sizes_of(options)
     bars = partial(judge, mpi=options.mpi)
-    return harness.run(options, bench, cells, judge=bars, title=title, panels=panels)
+    return harness.run(options, bench, cells, judge=bars)
 
 
 def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[DispatchedSize | str]:
     inner: Any = MpiTransport(timeout=PATIENT) if options.mpi else own_transport(timeout=PATIENT)
     several = {n: _over(n) for n in counts(options.connections)} if options.connections else {}
     yield f"# {size} ranks"
-    for nbytes in harness.sizes_of(options):
+    for nbytes in sizes_of(options):
         yield _measured(nbytes, options, inner, several)
 
 

@@ -23,10 +23,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-from commpress.cli.history import History, Verdict
 from commpress.codecs import policy_of
 from commpress.integrations.elastic import loop, snapshots
 from commpress.integrations.process_group.group_options import GroupOptions
+from history import History, Verdict
 
 RANKS, WIDTH, BATCH = 4, 256, 8
 STEPS = 1 << 30  # without end

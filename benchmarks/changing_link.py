@@ -30,6 +30,7 @@ from commpress.cli.hosts import Hosts, parse_rate
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
 from commpress.units import parse_time
+from shared_options import add_output
 
 WORSE = 1.2  # of a fresh start's step, that a step may take
 
@@ -64,7 +65,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--width N", int, 384, "of the model")
     option(parser, "--layers N", int, 6, "of the model")
     check = f"after so many steps a step takes at most {WORSE} times as long as in a fresh run"
-    harness.add_options(parser, check=check)
+    add_output(parser, check=check)
 
 
 def run(options: argparse.Namespace) -> int:

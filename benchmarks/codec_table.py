@@ -7,7 +7,7 @@ tensors on one thread:
   encode, decode GB of float32 per second, residual included
 
   python benchmarks codec_table
-  python benchmarks codec_table --plot codecs.png --json codecs.json
+  python benchmarks codec_table --json codecs.json
 """
 
 import argparse
@@ -27,6 +27,8 @@ from commpress.kernels.cpu import low_rank as cpu_low_rank
 from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.matrices import Matrix, stack
 from commpress.kernels.pieces import Piece, cut
+from shared_options import add_output
+from turns import alternately
 
 ROWS = 4
 NAMED = (
@@ -203,7 +205,7 @@ def _error(x: torch.Tensor, out: torch.Tensor) -> float:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    return harness.alternately({"": call}, least=5, most=5)[""]
+    return alternately({"": call}, least=5, most=5)[""]
 
 
 def markdown(lines: list[Line], lossless: dict[str, float]) -> str:
@@ -228,15 +230,13 @@ def markdown(lines: list[Line], lossless: dict[str, float]) -> str:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    harness.add_options(parser, check="errors fall as bits rise, within every family of codecs")
+    add_output(parser, check="errors fall as bits rise, within every family of codecs")
 
 
 def run(options: argparse.Namespace) -> int:
     lines, lossless = measure()
     print(markdown(lines, lossless))
-    panels = {"bits per element": ("bits",), "relative error of one encoding": ("error",)}
-    draw = harness.drawing("Codecs on the gradients of a small GPT", cells, panels)
-    return harness.deliver(options, lines, judge=judge, draw=draw, exponents=lossless)
+    return harness.deliver(options, lines, judge=judge, exponents=lossless)
 
 
 def judge(lines: list[Line]) -> list[tuple[str, bool]]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import activations
 import alltoall
 import changing_link
+import chaos
+import codec
 import codec_table
 import convergence
 import encoders
@@ -43,12 +45,14 @@ What developers of commpress measure; `commpress bench` has what users measure o
   python benchmarks guard --check                exit status 1 unless its bars hold
   torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks fsdp
 
-All take --check, --json FILE and --plot FILE but faults, which enters its table into a page.
+All take --check and --json FILE but faults, which enters its table into a page.
 """
 BENCHMARKS = (
     activations,
     alltoall,
     changing_link,
+    chaos,
+    codec,
     codec_table,
     convergence,
     encoders,

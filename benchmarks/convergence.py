@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.gpt import GPT, TransformerBlock, batch, standard_library
 from commpress.cli.option_groups import option
 from commpress.collectives.transports.loopback import Loopback, simulate
@@ -42,6 +42,7 @@ from commpress.optim import (
 )
 from commpress.optim.optimizer import CompressedOptimizer
 from kept import Runs
+from shared_options import add_output
 
 RANKS = 4
 TASKS = ("gpt", "bert", "digits")
@@ -139,9 +140,10 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="show runs of earlier --json files instead of new ones",
     )
-    harness.add_options(
+    add_output(
         parser, check="every compressed optimizer ends as low as the worst seed of its reference"
     )
+    option(parser, "--plot FILE", says="a picture of it (needs matplotlib)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -176,9 +178,11 @@ def run(options: argparse.Namespace) -> int:
         ]
         finished = Runs(options.json, Run, Finished).of(runs, train, options.processes)
     groups = grouped(finished)
-    print(harness.table([cells(task, name, groups) for task, name in groups]))
+    print(terminal.table([cells(task, name, groups) for task, name in groups]))
     options.json = None  # written already, after each run
-    return harness.deliver(options, groups, judge=judge, draw=draw)
+    if options.plot:
+        draw(options.plot, groups)
+    return harness.deliver(options, groups, judge=judge)
 
 
 def grouped(finished: list[Finished]) -> Groups:

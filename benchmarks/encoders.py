@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from commpress.cli import harness
-from commpress.cli.bench_codec import ROWS
+from commpress.cli import harness, terminal
+from commpress.cli.kernel_check import ROWS
 from commpress.cli.option_groups import option
 from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.pieces import Piece, cut
 from commpress.kernels.reference import SIGN_L1
+from shared_options import add_output
+from turns import alternately
 
 BLOCK = 2048
 # elements that NumPy handles at a time: 256 KiB, in the second-level cache
@@ -88,7 +90,7 @@ def compare(numel: int, threads: list[int]) -> Rows:
     """The rows of the table, printed as they are measured."""
     numel = max(numel // (ROWS * SLICE), 1) * ROWS * SLICE
     x, residual, spare = torch.randn(numel), torch.randn(numel), torch.zeros(numel)
-    table = harness.Table(_cells)
+    table = terminal.Table(_cells)
     rows, before = [], torch.get_num_threads()
     try:
         for count in threads:
@@ -105,14 +107,12 @@ def compare(numel: int, threads: list[int]) -> Rows:
 def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--numel N", int, 1 << 25, "floats in the buffer (default 33554432)")
     option(parser, "--threads A,B", None, "1,2", "numbers of threads")
-    harness.add_options(parser, check="ours takes at most 1.05 of the fastest candidate's time")
+    add_output(parser, check="ours takes at most 1.05 of the fastest candidate's time")
 
 
 def run(options: argparse.Namespace) -> int:
     rows = compare(options.numel, [int(t) for t in options.threads.split(",")])
-    panels = {"GB of float32 per second": ("GB/s float32",)}
-    draw = harness.drawing("One sign encoder, written in several ways", _cells, panels)
-    return harness.deliver(options, rows, judge=judge, draw=draw)
+    return harness.deliver(options, rows, judge=judge)
 
 
 def judge(rows: Rows) -> list[tuple[str, bool]]:
@@ -142,7 +142,7 @@ def enter(
         return {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
     first = perf_counter() - start
     agree(x + residual, bits, scales, spare)
-    took = harness.alternately({"task": lambda: task(x, residual), "copy": lambda: spare.copy_(x)})
+    took = alternately({"task": lambda: task(x, residual), "copy": lambda: spare.copy_(x)})
     moved = (12 + 1 / 8) * len(x) / took["task"]
     return {
         "numel": len(x),

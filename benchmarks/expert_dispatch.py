@@ -35,6 +35,7 @@ import commpress
 from commpress.cli import harness, option_groups, refusals
 from commpress.cli.cluster_options import saved_tensors
 from commpress.errors import InvalidArgument
+from shared_options import add_output, add_ranks, add_topology, natural
 
 WAYS = ("torch f32", "torch bf16", "flat", "nodes", "int8", "auto")
 # times faster than torch's float32 copies, with 8 experts a token
@@ -60,21 +61,21 @@ class ExpertTimes:
 
 def options(parser: argparse.ArgumentParser) -> None:
     add = partial(option_groups.option, parser)
-    option_groups.add_topology(parser)
+    add_topology(parser)
     add("--k A,B", option_groups.counts, "2,8", "experts of a token")
-    add("--tokens N", option_groups.natural, 1024, "of each rank")
-    add("--width D", option_groups.natural, 1024, "of a token")
-    add("--experts E", option_groups.natural, 16, "of all ranks")
+    add("--tokens N", natural, 1024, "of each rank")
+    add("--width D", natural, 1024, "of a token")
+    add("--experts E", natural, 16, "of all ranks")
     says = "tokens and a gate that examples/moe_gpt.py saved"
-    add("--states FILE", option_groups.saved(STATES), None, says)
-    add("--rounds N", option_groups.natural, 5, "timed")
+    add("--states FILE", option_groups.readable(STATES), None, says)
+    add("--rounds N", natural, 5, "timed")
     add("--slow", says="links between nodes are slow: hold speeds to their bars, too")
-    option_groups.add_ranks(parser)
+    add_ranks(parser)
     check = (
         "results are torch's and bytes between nodes the formula within 1 %; with --slow speeds, "
         "too"
     )
-    option_groups.add_output(parser, check=check)
+    add_output(parser, check=check)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -85,9 +86,8 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.states:
         trained(options.states, max(options.k))
-    bars, title = partial(judge, slow=options.slow), "Dispatch to experts and back"
-    panels = {"milliseconds": WAYS}
-    return harness.run(options, bench, cells, judge=bars, title=title, panels=panels)
+    bars = partial(judge, slow=options.slow)
+    return harness.run(options, bench, cells, judge=bars)
 
 
 def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[ExpertTimes]:

@@ -24,11 +24,12 @@ from time import perf_counter
 import torch
 
 import commpress
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.option_groups import option
 from commpress.collectives.transports.loopback import Loopback
 from commpress.errors import InvalidArgument
 from commpress.tiered_mem import Pending
+from shared_options import add_output
 
 MOST = 1.3
 UNDER_WAY = 8  # reads, and as many writes
@@ -64,7 +65,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option(
         parser, "--directory DIR", Path, None, "on the disk to use (default: the temporary folder)"
     )
-    harness.add_options(parser, check=f"a step takes at most {MOST} floors")
+    add_output(parser, check=f"a step takes at most {MOST} floors")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -89,11 +90,8 @@ def run(options: argparse.Namespace) -> int:
             rows.append(bench.round())
         bench.close()
     rows = rows[WARM:]
-    print(harness.table([cells(rows)]))
-    draw = harness.drawing(
-        "A step of experts in a store", lambda _: cells(rows), {"ms": ("step ms", "floor ms")}
-    )
-    return harness.deliver(options, rows, judge=judge, draw=lambda path, rows: draw(path, rows[:1]))
+    print(terminal.table([cells(rows)]))
+    return harness.deliver(options, rows, judge=judge)
 
 
 def cells(rows: list[TierTimes]) -> dict[str, str]:

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.option_groups import option
 from commpress.errors import CommunicationError, InvalidArgument
 from commpress.integrations.process_group.group_options import GroupOptions
@@ -98,13 +98,13 @@ def run(options: argparse.Namespace) -> int:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     calls, faults = options.calls or names, options.faults or list(FAULTS)
     cases = []
-    print(harness.line(["call", *faults], _widths(len(faults))), flush=True)
+    print(terminal.line(["call", *faults], _widths(len(faults))), flush=True)
     for call in calls:
         row = [observe(call, fault, options.timeout) for fault in faults if applies(call, fault)]
         cases += row
         cells = {case.fault: cell(case) for case in row}
         print(
-            harness.line([call, *(cells.get(f, "-") for f in faults)], _widths(len(faults))),
+            terminal.line([call, *(cells.get(f, "-") for f in faults)], _widths(len(faults))),
             flush=True,
         )
     limit = options.timeout + 1
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
         page = Path(options.docs)
         page.write_text(entered(page.read_text(), table(cases, calls)))
     if options.json:
-        harness.write_json(options.json, [asdict(case) for case in cases])
+        terminal.write_json(options.json, [asdict(case) for case in cases])
     bad = [f"{case.call} / {case.fault}" for case in cases if not case.holds(limit)]
     what = (
         f"{len(cases)} cases: typed, the right rank named by all, within {limit:g} s, and a new "

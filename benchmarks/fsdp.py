@@ -38,11 +38,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 import commpress
-from commpress.cli import harness, option_groups, ranks, training
+from commpress.cli import harness, training
 from commpress.cli.gpt import batch
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
 from commpress.torch_private import fsdp_communication
+from shared_options import add_output, add_ranks, add_training
 
 _AllGather, _ReduceScatter = fsdp_communication()
 
@@ -90,12 +91,12 @@ def options(parser: argparse.ArgumentParser) -> None:
         choices=list(DTYPES),
         help="of what plain sends (default bfloat16)",
     )
-    option_groups.add_training(parser, rounds=3, steps=3, batch=1)
+    add_training(parser, rounds=3, steps=3, batch=1)
     option(parser, "--train N", int, 0, "compare losses after N steps instead of times")
     option(parser, "--seeds K", int, 5, "of each variant with --train")
-    ranks.add_options(parser)
+    add_ranks(parser)
     shares = ", ".join(f"{100 * b:.0f} % ({v})" for v, b in BARS.items())
-    harness.add_options(
+    add_output(
         parser,
         check=f"bytes are at most {shares} of bf16 and the fastest is {FASTER} times faster than "
         f"plain, the fastest lossless one {LOSSLESS_FASTER} times (with --train: losses within "
@@ -109,8 +110,7 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidArgument("--train must be at least 0 and --seeds at least 1")
     bars = partial(judge, trained=bool(options.train))
     bench = _train if options.train else _time
-    title, panels = "A training step under FSDP2", {"one step, ms": ("step ms",)}
-    return harness.run(options, bench, cells, judge=bars, title=title, panels=panels)
+    return harness.run(options, bench, cells, judge=bars)
 
 
 def variants_of(options: argparse.Namespace) -> tuple[str, ...]:

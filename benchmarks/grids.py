@@ -40,13 +40,14 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import commpress
 import machines
-from commpress.cli import harness, probe, ranks
+from commpress.cli import harness, probe, ranks, terminal
 from commpress.cli.hosts import Hosts, parse_rate
 from commpress.plan.costs import measure_costs
 from commpress.plan.grid import dims_of
 from commpress.plan.grids import Grid, MeshDims, MeshWork, Numel, chosen, predicted
 from commpress.plan.pair_links import load_pairs
 from commpress.plan.placement import place
+from shared_options import add_output
 
 HOSTS, RANKS = 4, 8
 GRIDS = (
@@ -61,17 +62,6 @@ BLOCKS, WIDTH, LENGTH, BATCH, MICRO = 8, 128, 64, 16, 2
 FORWARD, BACKWARD = 0.12, 0.24  # seconds of a rank's share
 WARM = 1
 PORT = 29543
-HEAD = [
-    "grid",
-    "predicted ms",
-    "measured ms",
-    "off",
-    "MB predicted",
-    "MB measured",
-    "off",
-    "as numbered",
-    "",
-]
 
 
 @dataclass
@@ -109,7 +99,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     # a rank: the file of its grid, or where pairs go
     parser.add_argument("--on", help=argparse.SUPPRESS)
     parser.set_defaults(threads=1)
-    harness.add_options(
+    add_output(
         parser,
         check="Kendall's rank correlation of predicted and measured steps is at least 0.8, the "
         "chosen grid is at most "
@@ -123,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
             pairs_of if Path(options.on).name == "pairs.json" else steps_of, options, print
         )
         if found is not None:
-            harness.write_json(options.on, found)
+            terminal.write_json(options.on, found)
         return 0
     dims, work, costs = (
         MeshDims(**dims_of(options.dims)),
@@ -169,9 +159,9 @@ def run(options: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
     rows[steps.index(chosen(steps))].chosen = True
-    print(harness.render(HEAD, [cells(row) for row in rows]))
+    print(terminal.table(list(map(cells, rows))))
     print(f"Kendall's rank correlation {kendall(rows):.2f}")
-    return harness.deliver(options, rows, judge=judge, draw=draw)
+    return harness.deliver(options, rows, judge=judge)
 
 
 def work_of(parameters: int) -> MeshWork:
@@ -372,18 +362,18 @@ def kendall(rows: list[GridRow]) -> float:
     return (sum(s > 0 for s in signs) - sum(s < 0 for s in signs)) / len(signs)
 
 
-def cells(row: GridRow) -> list[str]:
-    return [
-        row.grid,
-        f"{1e3 * row.predicted_seconds:.0f}",
-        f"{1e3 * row.seconds:.0f}",
-        f"{row.off:+.0%}",
-        f"{row.predicted_bytes / 1e6:.1f}",
-        f"{row.peak_bytes / 1e6:.1f}",
-        f"{row.memory_off:+.0%}",
-        f"{1e3 * row.numbered_seconds:.0f}",
-        "chosen" if row.chosen else "",
-    ]
+def cells(row: GridRow) -> dict[str, str]:
+    return {
+        "grid": row.grid,
+        "predicted ms": f"{1e3 * row.predicted_seconds:.0f}",
+        "measured ms": f"{1e3 * row.seconds:.0f}",
+        "off": f"{row.off:+.0%}",
+        "MB predicted": f"{row.predicted_bytes / 1e6:.1f}",
+        "MB measured": f"{row.peak_bytes / 1e6:.1f}",
+        "memory off": f"{row.memory_off:+.0%}",
+        "as numbered": f"{1e3 * row.numbered_seconds:.0f}",
+        "": "chosen" if row.chosen else "",
+    }
 
 
 def judge(rows: list[GridRow]) -> list[tuple[str, bool]]:
@@ -400,17 +390,3 @@ def judge(rows: list[GridRow]) -> list[tuple[str, bool]]:
             abs(worst.memory_off) <= 0.1,
         ),
     ]
-
-
-def draw(path: str, rows: list[GridRow]) -> None:
-    from commpress.cli import charts
-
-    with charts.chart(path, "Steps of six grids", panels=1) as (panel,):
-        panel.scatter(
-            [1e3 * row.seconds for row in rows], [1e3 * row.predicted_seconds for row in rows]
-        )
-        for row in rows:
-            panel.annotate(row.grid, (1e3 * row.seconds, 1e3 * row.predicted_seconds))
-        panel.axline((0, 0), slope=1, linewidth=0.5)
-        panel.set_xlabel("measured, ms")
-        panel.set_ylabel("predicted, ms")

@@ -19,9 +19,10 @@ from importlib import import_module
 import torch
 import torch.distributed as dist
 
-from commpress.cli import harness, ranks
+from commpress.cli import harness
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
+from shared_options import add_output, add_ranks, add_sizes, sizes_of
 
 CALLS = 8  # calls back to back
 DEAREST = 0.10  # overhead of the largest size that --check allows, from 4 MiB on
@@ -40,23 +41,21 @@ class Measured:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    harness.add_sizes(parser, "64KiB", "16MiB", factor=4)
+    add_sizes(parser, "64KiB", "16MiB", factor=4)
     option(parser, "--rounds N", int, 12, f"of {CALLS} calls, for each size (default 12)")
-    ranks.add_options(parser)
+    add_ranks(parser)
     check = (
         "results are Gloo's bit for bit and, from 4 MiB on, the largest size costs at most "
         f"{DEAREST:.0%} more"
     )
-    harness.add_options(parser, check=check)
+    add_output(parser, check=check)
 
 
 def run(options: argparse.Namespace) -> int:
     if options.rounds < 1:
         raise InvalidArgument("--rounds must be at least 1")
-    harness.sizes_of(options)
-    title = 'An exact all-reduce over "commpress" and over Gloo'
-    panels = {"one call, us": ("Gloo us", "commpress us")}
-    return harness.run(options, bench, cells, judge=judge, title=title, panels=panels)
+    sizes_of(options)
+    return harness.run(options, bench, cells, judge=judge)
 
 
 def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[Measured | str]:
@@ -66,7 +65,7 @@ def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[Measure
         for name in ("gloo", "commpress")
     }
     yield f"# {size} ranks"
-    for nbytes in harness.sizes_of(options):
+    for nbytes in sizes_of(options):
         yield measure(nbytes // 4, groups, options.rounds)
 
 

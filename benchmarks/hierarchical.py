@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from commpress.cli import harness, ranks
-from commpress.cli.option_groups import add_topology, option
+from commpress.cli import harness
+from commpress.cli.option_groups import option
 from commpress.cli.probe import on_nodes
 from commpress.cli.reduced import LADDER, TwoLevel, trials
 from commpress.codecs import codec_named
@@ -32,6 +32,7 @@ from commpress.collectives.levels import choose
 from commpress.collectives.measured_links import Links, load_links
 from commpress.errors import InvalidArgument
 from commpress.kernels.pieces import width_of
+from shared_options import add_output, add_ranks, add_sizes, add_topology, sizes_of
 
 # bytes of a buffer from which headers are below 2 % of the formula, also with one bit
 HEADERS_FROM = 1 << 20
@@ -70,10 +71,10 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--links FILE",
         says="of commpress probe: show what it makes collectives take",
     )
-    harness.add_sizes(parser, "1MiB", "32MiB")
+    add_sizes(parser, "1MiB", "32MiB")
     option(parser, "--iterations N", int, 5, "timed, of each line; more if short")
-    ranks.add_options(parser)
-    harness.add_options(
+    add_ranks(parser)
+    add_output(
         parser,
         check="ranks agree bit for bit, bytes fit the formula and the choice loses at most 5 %",
     )
@@ -82,12 +83,10 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.iterations < 1:
         raise InvalidArgument("--iterations must be at least 1")
-    links_of(options), harness.sizes_of(options)
+    links_of(options), sizes_of(options)
     for codec in options.codec.split(","):
         codec_named(codec)
-    panels = {"one all-reduce, ms": ("torch ms", "flat ms", "levels ms")}
-    title = "One all-reduce: torch's, flat and in two levels"
-    return harness.run(options, bench, cells, judge=judge, title=title, panels=panels)
+    return harness.run(options, bench, cells, judge=judge)
 
 
 def links_of(options: argparse.Namespace) -> Links | None:
@@ -108,7 +107,7 @@ def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[Measure
     yield f"# nodes {topology}"
     # a cold process is slow
     trials("none", channel, hierarchy, options.iterations, ladder=LADDER[:1])
-    for nbytes in harness.sizes_of(options):
+    for nbytes in sizes_of(options):
         for codec in options.codec.split(","):
             buffer = TwoLevel(nbytes // 4, codec, channel, hierarchy)
             yield _measure(buffer, options.iterations, links)
@@ -116,15 +115,14 @@ def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[Measure
 
 def _measure(buffer: TwoLevel, iterations: int, links: Links | None) -> Measured:
     torchs: dict[str, Callable[[], object]] = {"torch": lambda: dist.all_reduce(buffer.buffer)}
-    before = buffer.sent()
+    levels = buffer.hierarchy
+    before, topology = levels.between_bytes, levels.hierarchy.topology
     took, calls = buffer.run(torchs, iterations)
     buffer.fill()
     buffer.levels()  # whose result is checked
-    nodes, numel = buffer.hierarchy.topology.nodes, buffer.input.numel()
+    nodes, numel = topology.nodes, buffer.input.numel()
     sent = torch.zeros(len(nodes), dtype=torch.int64)
-    sent[buffer.hierarchy.topology.node(buffer.channel.rank)] = (buffer.sent() - before) // (
-        calls + 1
-    )
+    sent[topology.node(buffer.channel.rank)] = (levels.between_bytes - before) // (calls + 1)
     dist.all_reduce(sent)
     formula = (
         2 * (len(nodes) - 1) / len(nodes) * codec_named(buffer.codec).row_bytes(width_of(numel, 1))

@@ -9,13 +9,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from commpress.cli import harness
+from commpress.cli import terminal
 
 
 def write(path: str | None, content: dict[str, Any]) -> None:
     """Whole or not at all; nothing without a path."""
     if path:
-        harness.write_json(f"{path}.part", content)
+        terminal.write_json(f"{path}.part", content)
         Path(f"{path}.part").replace(path)
 
 

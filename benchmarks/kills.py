@@ -39,9 +39,10 @@ from torch import nn
 import commpress
 import kept
 from campaign import FAULTS, WORKLOADS, Campaign, Kill
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
+from shared_options import add_output
 
 BATCH = 10  # faults of one campaign; the next one begins with new processes
 LIMITS = {"fsdp2": 15.0}  # seconds until survivors go on, where that is not 5
@@ -116,7 +117,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         says="instead: processor time that the loop itself takes in a step without faults",
     )
     option(parser, "--logs FOLDER", says="keep output and events of the processes here")
-    harness.add_options(
+    add_output(
         parser,
         check="survivors go on within 5 s (fsdp2: 15 s), victims are back within 20 s, all "
         "ranks are equal, nothing is "
@@ -141,10 +142,8 @@ def run(options: argparse.Namespace) -> int:
         accounts = campaigns(options, folder)
     rows = [kill for account in accounts for kill in account.kills]
     bars = [bar for workload in options.only or WORKLOADS for bar in judge(workload, accounts)]
-    panels = {"seconds": ("survive s", "back s")}
-    draw = harness.drawing("kill -9 at a random byte", cells, panels)
     options.check = True  # always
-    return harness.deliver(options, rows, judge=lambda _: bars, draw=draw)
+    return harness.deliver(options, rows, judge=lambda _: bars)
 
 
 # ---------------------------------------------------------------- faults
@@ -153,7 +152,7 @@ def run(options: argparse.Namespace) -> int:
 def campaigns(options: argparse.Namespace, folder: Path) -> list[Account]:
     """Those that the file knows, and as many more as are wanted, of each workload in turn."""
     accounts = read(options.account)
-    table = harness.Table(cells)
+    table = terminal.Table(cells)
     while True:
         done = {
             name: sum(len(a.kills) for a in accounts if a.workload == name)
@@ -280,7 +279,7 @@ def compare_losses(options: argparse.Namespace, folder: Path) -> int:
     variance behind, and so smaller steps, which end at a lower loss than undisturbed ones.
     """
     names = ("workload", "seed", "faults", "loss")
-    table = harness.Table(lambda row: dict(zip(names, map(str, row), strict=True)))
+    table = terminal.Table(lambda row: dict(zip(names, map(str, row), strict=True)))
     rows, bars = [], []
     for workload in options.only or [name for name in WORKLOADS if name not in DIVIDED]:
         ends: dict[int, list[float]] = {0: [], LOSS_FAULTS: []}

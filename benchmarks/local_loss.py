@@ -40,7 +40,7 @@ import torch
 import commpress
 from commpress.alarm import Peers
 from commpress.choice import Seen, choice_of
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.cli.option_groups import option
 from commpress.codecs import policy_of
@@ -52,6 +52,7 @@ from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.outer import Average, Nesterov, Outer
 from kept import Runs
+from shared_options import add_output
 
 # windows of all ranks in a step
 WINDOWS, LENGTH, WIDTH, LAYERS = 32, 64, 128, 5
@@ -135,7 +136,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--steps N", int, STEPS, f"default {STEPS}")
     option(parser, "--decay X", float, 0.95, "of residuals")
     option(parser, "--processes N", int, 1, "runs at a time")
-    harness.add_options(
+    add_output(
         parser, check="int4 loses at most 1 % and bits2 1.5 % at H = 30, neither anything at H = 10"
     )
 
@@ -191,10 +192,9 @@ def run(options: argparse.Namespace) -> int:
         runs += [replace(tuned[every], codec=codec, seed=seed) for seed in seeds]
     every_run = finished(runs)
     rows = cells_of(every_run)
-    print(harness.table(rows))
+    print(terminal.table(rows))
     options.json = None  # written already, after each run
-    draw = harness.drawing("Local updates", dict, {"held-out loss": ("held-out loss",)})
-    return harness.deliver(options, every_run, judge=judge, draw=lambda path, _: draw(path, rows))
+    return harness.deliver(options, every_run, judge=judge)
 
 
 def _gap(cell: list[Finished], runs: list[Finished]) -> float:

@@ -41,13 +41,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 import kept
-from commpress.cli import harness, option_groups, training
+from commpress.cli import harness, training
 from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.cli.option_groups import option
 from commpress.codecs import BitsCodec, Codec, codec_named
 from commpress.errors import InvalidArgument
 from commpress.schedules import Every
 from commpress.units import parse_time
+from shared_options import add_measuring
 
 VARIANTS = (
     "local:bits2/1024,local:bits2/1024:overlap,local:topk-64+bits2:overlap,sign,int8,zero-one,plain"
@@ -82,7 +83,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--every H", int, 30, "steps of a round")
     option(parser, "--overlap N", int, None, "steps under way of :overlap (default H - 1)")
     option(parser, "--seconds S", float, 8.0, "of each way, after warming up")
-    option_groups.add_measuring(
+    add_measuring(
         parser,
         rounds=1,
         steps=1,
@@ -98,9 +99,7 @@ def run(options: argparse.Namespace) -> int:
     seconds_of(options.device)
     for variant in options.ways.split(","):
         _check_variant(variant)
-    panels = {"of the speed of computing alone": ("of compute",)}
-    title = "Local updates over a link"
-    return harness.run(options, bench, cells, judge=judge, title=title, panels=panels)
+    return harness.run(options, bench, cells, judge=judge)
 
 
 def seconds_of(device: str) -> float:

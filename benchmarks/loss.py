@@ -51,7 +51,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 import deepspeed_peer
-from commpress.cli import harness, option_groups, ranks, training
+from commpress.cli import harness, ranks, terminal, training
 from commpress.cli.connections import sent_bytes
 from commpress.cli.contenders import torch_rank
 from commpress.cli.gpt import batch
@@ -61,6 +61,7 @@ from commpress.errors import InvalidArgument, StateMismatch
 from commpress.optim.optimizer import CompressedOptimizer
 from commpress.schedules import Facts
 from local_speed import SleptGPT, seconds_of
+from shared_options import add_measuring
 
 VARIANTS = "plain,bf16,powersgd1,powersgd2,powersgd4,onebit-log3-20,zero-one-log3-8"
 # untimed steps: DDP rebuilds its buckets after the first, PowerSGD and compressed rounds begin
@@ -224,7 +225,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         f"ours reaches the target {FASTER:g} times sooner than plain, {THAN_HOOKS} times sooner "
         f"than hooks, and wins back {WON_BACK} of what the network costs the best hook"
     )
-    option_groups.add_measuring(parser, rounds=3, steps=2, batch=2, check=check)
+    add_measuring(parser, rounds=3, steps=2, batch=2, check=check)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -240,13 +241,11 @@ def run(options: argparse.Namespace) -> int:
     measured = [reached(curve, results.seconds, options.target) for curve in results.curves]
     plain = next((m.seconds for m in measured if m.variant == "plain"), None)
     shown = partial(cells, plain=plain)
-    print(step_table(results), harness.table(list(map(shown, measured))), sep="\n\n")
-    title = f"To a training loss of {options.target:g} nats per byte"
+    print(step_table(results), terminal.table(list(map(shown, measured))), sep="\n\n")
     return harness.deliver(
         options,
         measured,
         judge=judge,
-        draw=harness.drawing(title, shown, {"seconds": ("seconds",)}),
         step_seconds=results.seconds,
         step_bytes=results.sent,
     )
@@ -656,7 +655,7 @@ def step_table(results: Results) -> str:
         sent = results.sent[kind]
         megabytes = "-" if sent is None else f"{sent / 1e6:.2f}"
         rows.append({"kind of step": kind, "s": f"{took:.3f}", "MB sent/rank": megabytes})
-    return harness.table(rows)
+    return terminal.table(rows)
 
 
 def cells(m: Measured, plain: float | None) -> dict[str, str]:

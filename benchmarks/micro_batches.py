@@ -25,10 +25,11 @@ import torch
 
 import commpress
 from commpress.checksum import checksum_of
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
+from shared_options import add_output
 from turns import Steps, in_turns, resident
 
 FASTER, EXACT, POSSIBLE = 1.8, 0.02, 0.9
@@ -64,7 +65,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--threads N", int, 2)
     option(parser, "--host MiB", int, 960, "memory of the stores on disk")
     option(parser, "--folder DIR", str, None, "on the disk (default: a temporary one)")
-    harness.add_options(
+    add_output(
         parser,
         check=f"together on disk is at least {FASTER} times as fast, and {POSSIBLE} of what "
         f"computing and bytes allow, bytes are those of the formula within {EXACT:.0%}, and bits "
@@ -86,9 +87,8 @@ def run(options: argparse.Namespace) -> int:
     def cells(m: Measured) -> dict[str, str]:
         return cells_of(m, measured[0])
 
-    print(title, harness.table(list(map(cells, measured))), sep="\n")
-    draw = harness.drawing(title, cells, {"tokens/s": ("tokens/s",)})
-    return harness.deliver(options, measured, judge=judge, draw=draw)
+    print(title, terminal.table(list(map(cells, measured))), sep="\n")
+    return harness.deliver(options, measured, judge=judge)
 
 
 def cells_of(m: Measured, base: Measured) -> dict[str, str]:

@@ -25,9 +25,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-from commpress.cli import harness, option_groups, training
+from commpress.cli import harness, training
 from commpress.cli.option_groups import option
 from commpress.codecs import codec_named
+from shared_options import add_measuring
 
 MOST = 0.01
 SPANS = 20_000  # recorded to time one
@@ -56,7 +57,7 @@ class Measured:
 
 def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--codec NAME", None, "sign")
-    option_groups.add_measuring(
+    add_measuring(
         parser,
         rounds=9,
         steps=4,
@@ -68,9 +69,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     codec_named(options.codec)
     training.load_of(options)
-    title = "Watching a step: both steps, and what it does in one"
-    panels = {"ms": ("step ms", "watched ms"), "% of a step": ("accounted %",)}
-    return harness.run(options, bench, cells, judge=judge, title=title, panels=panels)
+    return harness.run(options, bench, cells, judge=judge)
 
 
 def cells(m: Measured) -> dict[str, str]:

@@ -29,7 +29,7 @@ from time import perf_counter
 
 import torch
 
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.gpt import GPT
 from commpress.cli.option_groups import option
 from commpress.collectives.allreduce import settle
@@ -40,6 +40,7 @@ from commpress.optim.optimizer import RoundKind
 from commpress.optim.replicated import ReplicatedOptimizer
 from commpress.schedules import DoublingIntervals
 from commpress.work import run as run_steps
+from shared_options import add_output
 
 BAR = 2.0
 BAR_WHOLE = 1.03
@@ -73,9 +74,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--steps N", int, 30, "of each variant")
     option(parser, "--threads N", int, 1)
     option(parser, "--tokens N", int, 0, "of whole training steps (default 0: the optimizer)")
-    harness.add_options(
-        parser, check=f"all steps take at most {BAR} of AdamW's, {BAR_WHOLE} with --tokens"
-    )
+    add_output(parser, check=f"all steps take at most {BAR} of AdamW's, {BAR_WHOLE} with --tokens")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -109,9 +108,8 @@ def show(
 ) -> int:
     parameters = f"{measured[0].parameters / 1e6:.1f} M parameters"
     title = f"{parameters}, {options.threads} thread(s), {what}, nothing sent"
-    print(title, harness.table(list(map(cells, measured))), sep="\n")
-    draw = harness.drawing(title, cells, {"one step, ms": ("ms",)})
-    return harness.deliver(options, measured, judge=partial(judge, bar=bar), draw=draw)
+    print(title, terminal.table(list(map(cells, measured))), sep="\n")
+    return harness.deliver(options, measured, judge=partial(judge, bar=bar))
 
 
 def cells_of(m: Measured, *, base: float, copied: float | None = None) -> dict[str, str]:

@@ -33,12 +33,13 @@ import torch
 from torch import nn
 
 import commpress
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.parked_state import digest_of
 from commpress.integrations.zero.parking import Parked
 from commpress.units import parse_bytes, show_bytes
+from shared_options import add_output
 
 SLOWER, RESIDENT = 1.15, 0.05
 PLACES = ("RAM", "disk")
@@ -68,7 +69,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--threads N", int, 2)
     option(parser, "--depth N", int, 4, "requests at once of the disk alone")
     option(parser, "--folder DIR", str, None, "on the disk (default: a temporary one)")
-    harness.add_options(
+    add_output(
         parser,
         check=f"parking and waking take at most {SLOWER} times the bytes alone, at most "
         f"{RESIDENT:.0%} stay in memory with the disk, and bits are equal",
@@ -85,9 +86,8 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         measured = [apart(place, options, folder) for place in PLACES]
     title = f"{show_bytes(measured[0].state)} of training state, {options.threads} thread(s)"
-    print(title, harness.table(list(map(cells_of, measured))), sep="\n")
-    draw = harness.drawing(title, cells_of, {"seconds": ("park, s", "wake, s", "alone, s")})
-    return harness.deliver(options, measured, judge=judge, draw=draw)
+    print(title, terminal.table(list(map(cells_of, measured))), sep="\n")
+    return harness.deliver(options, measured, judge=judge)
 
 
 def cells_of(m: Measured) -> dict[str, str]:

@@ -33,10 +33,11 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import commpress
-from commpress.cli import gpt, harness, ranks
+from commpress.cli import gpt, harness, ranks, terminal
 from commpress.cli.hosts import Hosts, parse_rate
 from commpress.cli.option_groups import option
 from commpress.integrations.pipeline import decode_into, edge_codec, encoded
+from shared_options import add_output, add_ranks
 
 CODECS = ("none", "bf16", "int4", "tah4")
 FAST = "unshaped"
@@ -63,8 +64,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--rounds N", int, 3, "steps timed")
     option(parser, "--loss-steps N", int, 60, "of each loss; 0: none")
     parser.add_argument("--on", help=argparse.SUPPRESS)  # a rank, on one link
-    ranks.add_options(parser, ranks=2)
-    harness.add_options(
+    add_ranks(parser, ranks=2)
+    add_output(
         parser,
         check=(
             "at 100mbit int4's edge is 5 times shorter than exact, its steps at most 1.1 of "
@@ -77,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     if options.on is not None:
         found = ranks.on_ranks(bench, options, print)
         if found is not None:
-            harness.write_json(options.on, found)
+            terminal.write_json(options.on, found)
         return 0
     links = [FAST, *options.rates.split(",")]
     rows: list[EdgeTimes] = []
@@ -97,13 +98,12 @@ def run(options: argparse.Namespace) -> int:
             exact.edge_seconds / row.edge_seconds,
             row.step_seconds / fast.step_seconds,
         )
-    print(harness.table(list(map(cells, rows))))
+    print(terminal.table(list(map(cells, rows))))
     for codec, each in losses.items():
         apart = [a - b for a, b in zip(each, losses["none"], strict=True)]
         said = ", ".join(f"{loss:.3f}" for loss in each)
         print(f"loss {codec}: {said}; less exact {min(apart):+.3f} to {max(apart):+.3f}")
-    draw = harness.drawing("An edge of a pipeline", cells, {"milliseconds": ("edge ms",)})
-    return harness.deliver(options, rows, judge=judge, draw=draw, losses=losses)
+    return harness.deliver(options, rows, judge=judge, losses=losses)
 
 
 def _on_hosts(

@@ -17,20 +17,20 @@ import argparse
 from dataclasses import dataclass
 
 import machines
-from commpress.cli import bench_train, harness, option_groups, ranks, training
+from commpress.cli import bench_train, harness, ranks, terminal, training
 from commpress.cli.refusals import check_variant
 from commpress.codecs import codec_named
 from commpress.codecs.planned import PLAIN
 from commpress.plan import candidates
 from commpress.plan.model import Model
 from commpress.plan.ways import Scenario
+from shared_options import add_measuring
 
 WAYS = "plain,bf16,int8,int4,sign"
 PREDICTED = {"bf16": "bf16-ring"}
 COMPUTE = "compute"
 BUCKET_MB, WARM = 25.0, 3
 CLOSE = 0.10  # slower than the fastest way that was measured, at most
-PANELS = {"one step, ms": ("measured ms", "predicted ms")}
 
 
 @dataclass
@@ -43,7 +43,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--ways", default=WAYS, metavar="A,B", help=f"plain, bf16 and codecs (default {WAYS})"
     )
     check = f"the choice is at most {CLOSE:.0%} slower than the fastest way"
-    option_groups.add_measuring(parser, rounds=5, steps=3, batch=4, check=check)
+    add_measuring(parser, rounds=5, steps=3, batch=4, check=check)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -54,16 +54,15 @@ def run(options: argparse.Namespace) -> int:
     measured, seconds = found
     rows, why = planned(measured, seconds, load)
     print(f"computing alone takes {1e3 * seconds[COMPUTE]:.1f} ms")
-    print(harness.table(list(map(cells, rows))))
+    print(terminal.table(list(map(cells, rows))))
     print(f"the plan: {why}")
     chosen, best = choice(rows)
     print(
         f"chosen: {chosen.way}, fastest: {best.way}; the choice takes "
         f"{chosen.seconds / best.seconds:.2f} of the fastest"
     )
-    draw = harness.drawing("A training step in every way", cells, PANELS)
     return harness.deliver(
-        options, rows, judge=judge, draw=draw, machines=measured.as_dict(), why=why, seconds=seconds
+        options, rows, judge=judge, machines=measured.as_dict(), why=why, seconds=seconds
     )
 
 

@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 import commpress
-from commpress.cli import harness, ranks
+from commpress.cli import harness
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
+from shared_options import add_output, add_ranks
 
 WALK = (32, 64)  # shape of the matrices of the long run
 HOOKS = ("commpress", "torch", "torch batched")
@@ -72,8 +73,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--rank R", int, 4, "of the approximation")
     option(parser, "--steps N", int, 10, "timed calls of each hook")
     option(parser, "--walk N", int, 400, "steps of the long run")
-    ranks.add_options(parser, ranks=2)
-    harness.add_options(
+    add_ranks(parser, ranks=2)
+    add_output(
         parser,
         check=(
             "it is 1.5 times as fast as torch's hook, errs no more and its residuals stay bounded"
@@ -83,8 +84,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     sides_of(options)
-    title, panels = f"PowerSGD of rank {options.rank}", {"one call, ms": ("ms per call",)}
-    return harness.run(options, bench, cells, judge=judge, title=title, panels=panels)
+    return harness.run(options, bench, cells, judge=judge)
 
 
 def sides_of(options: argparse.Namespace) -> tuple[int, int]:

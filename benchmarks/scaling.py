@@ -9,17 +9,18 @@ as plan --mesh predicts them.
   dp ms        that averaging gradients adds to a step: in bfloat16, and in int8 and sign
 
   python benchmarks scaling --check
-  python benchmarks scaling --json scaling.json --plot scaling.svg
+  python benchmarks scaling --check --json scaling.json
 """
 
 import argparse
 from dataclasses import dataclass
 
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.plan.cluster import Cluster, Node
 from commpress.plan.costs import device_costs
 from commpress.plan.grids import Grid, MeshDims, MeshStep, MeshWork, Numel, predicted
 from commpress.plan.pair_links import PairLinks
+from shared_options import add_output
 
 WAYS = ("none", "int8", "sign")
 VOCABULARY, LENGTH = 51_200, 2048
@@ -116,7 +117,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "MT-NLG and Frontier are within 10 % of what was published, Megatron-LM within 30 %, and "
         "int8 adds less than bf16 where that adds 20 ms"
     )
-    harness.add_options(parser, check=check)
+    add_output(parser, check=check)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -147,10 +148,8 @@ def run(options: argparse.Namespace) -> int:
                 added,
             )
         )
-    print(harness.table(list(map(cells, rows))))
-    panels = {"teraflop/s of a device, or per cent": ("published", "simulated")}
-    draw = harness.drawing("Published and simulated scaling", cells, panels)
-    return harness.deliver(options, rows, judge=judge, draw=draw)
+    print(terminal.table(list(map(cells, rows))))
+    return harness.deliver(options, rows, judge=judge)
 
 
 def step_of(row: Published, speed: float, codec: str = "none") -> MeshStep:

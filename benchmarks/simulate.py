@@ -21,18 +21,18 @@ import torch
 import torch.distributed as dist
 
 import machines
-from commpress.cli import harness, ranks
+from commpress.cli import harness, ranks, terminal
 from commpress.cli.reduced import Reduced
 from commpress.codecs import codec_named
 from commpress.collectives.channel import Channel
 from commpress.errors import InvalidArgument
 from commpress.plan.ways import simulate_buffer
 from commpress.tiered_mem import parse_bytes, show_bytes
+from shared_options import add_output, add_ranks
 
 WAYS, SIZES = "plain,int8,sign", "1MiB,8MiB"
 TIMEOUT = timedelta(minutes=5)
 MEDIAN, WORST = 0.10, 0.25
-PANELS = {"one call, ms": ("measured ms", "simulated ms")}
 
 
 @dataclass
@@ -67,8 +67,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="back to back in a round, at least (default 3)",
     )
-    ranks.add_options(parser)
-    harness.add_options(parser, check=f"half are within {MEDIAN:.0%} and all within {WORST:.0%}")
+    add_ranks(parser)
+    add_output(parser, check=f"half are within {MEDIAN:.0%} and all within {WORST:.0%}")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -84,13 +84,11 @@ def run(options: argparse.Namespace) -> int:
         return 0
     measured, rows = found  # machines as a buffer of each size finds them
     simulate(measured, rows)
-    print(harness.table(list(map(cells, rows))))
+    print(terminal.table(list(map(cells, rows))))
     offs = sorted(abs(row.off) for row in rows)
     print(f"off by {100 * median(offs):.0f} % (median), {100 * offs[-1]:.0f} % (worst)")
     every = {show_bytes(size): one.as_dict() for size, one in measured.items()}
-    title = f"All-reduces among {rows[0].ranks} ranks, measured and simulated"
-    draw = harness.drawing(title, cells, PANELS)
-    return harness.deliver(options, rows, judge=judge, draw=draw, machines=every)
+    return harness.deliver(options, rows, judge=judge, machines=every)
 
 
 def sizes_of(options: argparse.Namespace) -> list[int]:

@@ -27,13 +27,14 @@ import torch
 import torch.distributed as dist
 
 import commpress
-from commpress.cli import harness, ranks
+from commpress.cli import harness, ranks, terminal
 from commpress.cli.connections import sent_bytes
 from commpress.cli.gpt import standard_library
 from commpress.cli.hosts import Hosts, parse_rate
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
 from commpress.units import parse_time
+from shared_options import add_output
 
 WAYS: dict[str, dict[str, Any] | None] = {
     "plain": None,
@@ -90,7 +91,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--length N", int, 64, "tokens of a row")
     option(parser, "--batch N", int, 1, "rows of each rank")
     option(parser, "--bf16", says="bf16=True of TrainingArguments")
-    harness.add_options(
+    add_output(
         parser, check=f"int8 trains at least {FASTER} times as many tokens a second as plain"
     )
 
@@ -119,9 +120,8 @@ def run(options: argparse.Namespace) -> int:
     found = {way: _measured(way, turns[way], options) for way in ways}
     for each in found.values():
         each.against = each.tokens / found["plain"].tokens if "plain" in found else 1.0
-    print(harness.table(list(map(cells, found.values()))))
-    draw = harness.drawing("The Trainer with FSDP2", cells, {"one step, ms": ("step ms",)})
-    return harness.deliver(options, list(found.values()), judge=judge, draw=draw)
+    print(terminal.table(list(map(cells, found.values()))))
+    return harness.deliver(options, list(found.values()), judge=judge)
 
 
 def _measured(way: str, turns: list[Turn], options: argparse.Namespace) -> Measured:

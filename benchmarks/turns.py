@@ -1,13 +1,17 @@
-"""Variants of a training step, each in a process of its own: their steps alternate, so that what
-else the machine does falls on all alike."""
+"""Calls, and steps of processes of their own, that alternate, so that what else the machine does
+falls on all alike."""
 
 import multiprocessing
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from commpress.cli.harness import seconds
+
 Steps = Generator[None, bool, Any]
+MOST, ENOUGH = 15, 0.5  # repetitions of a short call, or fewer once they have taken so many seconds
 
 
 def in_turns(
@@ -50,3 +54,17 @@ def resident() -> int:
     """Return the most bytes of memory that this process had (VmHWM)."""
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) << 10
+
+
+def alternately(
+    calls: Mapping[str, Callable[[], object]], *, least: int = 3, most: int = MOST
+) -> dict[str, float]:
+    """Median seconds of each call on this rank alone, interleaved; once before, not timed."""
+    for call in calls.values():
+        call()
+    took: dict[str, list[float]] = {name: [] for name in calls}
+    first = next(iter(took.values()))
+    while len(first) < most and (len(first) < least or sum(first) < ENOUGH):
+        for name, call in calls.items():
+            took[name].append(seconds(call))
+    return {name: median(times) for name, times in took.items()}

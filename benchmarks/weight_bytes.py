@@ -34,6 +34,7 @@ from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.cli.option_groups import at_least, option
 from commpress.kernels import exact_format as law
 from commpress.kernels.cpu import exact
+from shared_options import add_output
 
 RATES, STEPS = (1e-6, 5e-6, 2e-5, 1e-4), (1, 4, 16)
 SETTLE = 10  # steps at a new rate before the first version: Adam's moments begin at zero
@@ -178,7 +179,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--steps N", at_least(1), 400, "of training before")
     option(parser, "--width N", at_least(1), 384, "of the model")
     option(parser, "--layers N", at_least(1), 6, "of the model")
-    harness.add_options(
+    add_output(
         parser,
         check=(
             "differences take 1.8 times fewer bytes than XOR + zstd at 1e-6 and 5e-6, and never "
@@ -194,9 +195,7 @@ def run(options: argparse.Namespace) -> int:
         tell=lambda text: print(text, flush=True),
     )
     print(markdown(lines))
-    panels = {"bits per weight": ("bound", "difference", "dense")}
-    draw = harness.drawing("A new version of a model: bits per weight", cells, panels)
-    return harness.deliver(options, lines, judge=judge, draw=draw, compressor=compressor()[0])
+    return harness.deliver(options, lines, judge=judge, compressor=compressor()[0])
 
 
 def judge(lines: list[Line]) -> list[tuple[str, bool]]:

@@ -20,10 +20,11 @@ from statistics import median
 
 import numpy as np
 
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.option_groups import at_least, option
 from commpress.kernels import exact_format as law
 from commpress.kernels.cpu import exact
+from shared_options import add_output
 
 SHARES = (0.003, 0.01, 0.03, 0.1, 0.3)
 LEAST, BELOW = 4.0, 0.03  # GB/s of --check, at shares of at most so much
@@ -76,14 +77,14 @@ def _rate(call: Callable[[], object], block: np.ndarray, times: int) -> float:
 
 def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--times N", at_least(1), 100, "of each call")
-    harness.add_options(
+    add_output(
         parser, check=f"compare and decode reach {LEAST:g} GB/s at up to {100 * BELOW:g} % changed"
     )
 
 
 def run(options: argparse.Namespace) -> int:
     lines = measure(options.times)
-    print(harness.table(list(map(cells, lines))))
+    print(terminal.table(list(map(cells, lines))))
     return harness.deliver(options, lines, judge=judge)
 
 

@@ -51,13 +51,14 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.cli.hosts import Hosts, parse_rate
 from commpress.cli.option_groups import at_least, option
 from commpress.errors import InvalidArgument
 from commpress.units import parse_time
 from commpress.weights import Publisher, Receiver, WeightServer
+from shared_options import add_output
 from weight_bytes import compressor
 
 READERS, PORT, RELAY_PORT, OTHERS_PORT = 3, 9500, 9501, 9502
@@ -117,7 +118,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--steps N", at_least(1), 4, "from one version to the next")
     option(parser, "--rounds N", at_least(1), 3, "versions that are timed")
     option(parser, "--turns N", at_least(1), 3, "of steps without and with publishing")
-    harness.add_options(
+    add_output(
         parser,
         check=(
             f"a version is with three readers {SOONER:g} times sooner than dense downloads, "
@@ -171,7 +172,7 @@ def run(options: argparse.Namespace) -> int:
             options.turns,
         )
         measured = _measure(hosts, setting)
-    print(harness.table([cells(measured)]))
+    print(terminal.table([cells(measured)]))
     return harness.deliver(options, [measured], judge=judge)
 
 

@@ -1,7 +1,7 @@
 """Train a small GPT on the source of Python's standard library, while processes die, leave or join.
 
-Each process is started by hand, by a service manager, or by `commpress chaos`. The first prints the
-contact for others:
+Each process is started by hand, by a service manager, or by the benchmark `chaos`. The
+first prints the contact for others:
 
     python examples/elastic_train.py  # prints: join with --join 127.0.0.1:40001:3f…
     python examples/elastic_train.py --join 127.0.0.1:40001:3f…

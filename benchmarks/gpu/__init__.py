@@ -19,15 +19,15 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
 from gpu import codecs, groups, machine, memory, runner, training
 from gpu.runner import Figure, Result, Step
+from shared_options import add_output
 
 STEPS = [
     Step("compile", codecs.compiling, 75),
@@ -61,7 +61,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", dest="folder", default="build/gpu", metavar="FOLDER", help=says)
     option(parser, "--results FILE", says="show these instead of running anything")
     option(parser, "--docs PAGE", says="enter the run into the table of this page")
-    harness.add_options(parser, check="every step ran to its end and every figure holds its limit")
+    add_output(parser, check="every step ran to its end and every figure holds its limit")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         about, results = measure(options)
     rows = [row for result in results for row in rows_of(result)]
-    print("\n" + harness.table(rows))
+    print("\n" + terminal.table(rows))
     bad = [result for result in results if not result.holds]
     print(
         f"\n{len(results) - len(bad)} of {len(results)} steps ran to their end and held their "
@@ -86,7 +86,6 @@ def run(options: argparse.Namespace) -> int:
         options,
         [asdict(r) for r in results],
         judge=lambda _: judge(results),
-        draw=lambda path, _: draw(path, results),
         about=about,
     )
 
@@ -129,8 +128,6 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[Result]]:
             for figure in result.figures:
                 print(f"  {line_of(figure)}")
             print(f"  {result.status} after {result.seconds:.1f} s", flush=True)
-    if not options.plot and find_spec("matplotlib") is not None:
-        draw(str(folder / "figures.png"), results)
     return about, results
 
 
@@ -235,13 +232,3 @@ def enter(page: Path, about: dict[str, Any], results: Sequence[Result]) -> None:
     versions = f"{about['torch']}, {about.get('cuda', '')}, {about.get('cupy', '')}"
     row = f"| {about['date']} | {about['card']} | {versions} | {held} | {missed} |\n"
     page.write_text(before + mark + head + row + rest)
-
-
-def draw(path: str, results: Sequence[Result]) -> None:
-    """Every figure that has a limit over it."""
-    from commpress.cli import charts
-
-    ratio = "value / limit"
-    rows = [row for result in results for row in rows_of(result) if row[ratio]]
-    if rows:
-        charts.of_table(path, "What ran on the device", rows, {"figure / its limit": [ratio]})

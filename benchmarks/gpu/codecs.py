@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from commpress.cli import bench_codec
+from codec import CODECS, Buffers
 from commpress.codecs import codec_named, policy_of
 from commpress.codecs.family import NAMES
 from commpress.collectives.allreduce import settle
@@ -51,7 +51,7 @@ def compiling(machine: Machine, report: Report) -> None:
 
     Then as a package has them that ships machine code for this card.
     """
-    names = ["sign", "int8"] if machine.twin else [*bench_codec.CODECS, *COMPOSED[:-1]]
+    names = ["sign", "int8"] if machine.twin else [*CODECS, *COMPOSED[:-1]]
     with tempfile.TemporaryDirectory() as folder:
         _compiling(machine, report, names, ("first use", "again"))
         with report.line("shipped", must=False):
@@ -88,11 +88,11 @@ def _compiling(
 
 def _used(machine: Machine, name: str) -> float:
     """Seconds until a process that begins has encoded and decoded once."""
-    codec = bench_codec.CODECS.get(name) or codec_named(name)
+    codec = CODECS.get(name) or codec_named(name)
     torch.ones(1, device=machine.device).sum().item()  # wakes the device
     start = perf_counter()
     assert hasattr(codec, "kind"), name
-    for call, *_ in bench_codec.Buffers(1 << 14, machine.device).operations(codec).values():
+    for call, *_ in Buffers(1 << 14, machine.device).operations(codec).values():
         call()
     machine.synchronize()
     return perf_counter() - start
@@ -235,14 +235,14 @@ def kernels(machine: Machine, report: Report) -> None:
     """Encode, decode, mean and serve as shares of the speed of a copy, and against torch's
     operations."""
     sizes = [machine.size(n * MEBI, n << 8) for n in (1, 16, 256)]
-    names = ["sign", "int8"] if machine.twin else list(bench_codec.CODECS)
+    names = ["sign", "int8"] if machine.twin else list(CODECS)
     for numel in sizes:
         copied = machine.copied(numel)
         report(f"copy of {_size(numel)}", copied / 1e9, "GB/s")
-        buffers = bench_codec.Buffers(numel, machine.device)
+        buffers = Buffers(numel, machine.device)
         for name in names:
             with report.line(f"{name}, {_size(numel)}"):
-                codec = codec_named("sign") if name == "sign" else bench_codec.CODECS[name]
+                codec = codec_named("sign") if name == "sign" else CODECS[name]
                 for operation, (call, elements, moved) in buffers.operations(codec).items():
                     share = moved * elements / machine.seconds(call, times=7) / copied
                     limit = (
@@ -282,9 +282,7 @@ def _by_torch(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, to
     return packed, residual.copy_(left)
 
 
-def _against_triton(
-    machine: Machine, report: Report, buffers: bench_codec.Buffers, numel: int
-) -> None:
+def _against_triton(machine: Machine, report: Report, buffers: Buffers, numel: int) -> None:
     if machine.twin:
         report("Triton", 0.0, note="not on a twin: it has no compiler for the processor")
         return

@@ -16,7 +16,7 @@ DESCRIPTION = (
     "later."
 )
 ROOMS = {
-    "bench": "Measure; --check for CI, --json for programs, --plot for people.",
+    "bench": "Measure; --check for CI, --json for programs.",
     "weights": "New versions of a model at its readers; docs/weights.md has the rest.",
 }
 LAUNCHED = """\
@@ -44,19 +44,11 @@ def parser() -> argparse.ArgumentParser:
         **WHOLE,
     )
     top.add_argument("--version", action="version", version=f"commpress {__version__}")
-    rooms: dict[str, Any] = {
-        "": top.add_subparsers(
-            prog="commpress", metavar="COMMAND", required=True, help=argparse.SUPPRESS
-        )
-    }
+    commands = top.add_subparsers(
+        prog="commpress", metavar="COMMAND", required=True, help=argparse.SUPPRESS
+    )
     for command in COMMANDS:
-        room, _, name = command.words.rpartition(" ")
-        if room not in rooms:
-            about = f"{ROOMS[room]}\n\n{overview(room)}"
-            home = rooms[""].add_parser(room, description=about, **WHOLE)
-            home.set_defaults(parser=home)
-            rooms[room] = home.add_subparsers(metavar="WHAT", help=argparse.SUPPRESS)
-        below = rooms[room].add_parser(name, description=command.help, **WHOLE)
+        below = commands.add_parser(command.words, description=command.help, **WHOLE)
         declare(below, command.options)
         module, _, function = command.runs.partition(".")
         run = partial(_start, f"{__name__}.{module}", function)
@@ -81,24 +73,31 @@ def _start(module: str, function: str, options: argparse.Namespace) -> int:
     return int(getattr(import_module(module), function)(options))
 
 
-def _check_words(argv: Sequence[str]) -> None:
-    """Refuse words that are no command, with the one that was meant."""
+def asked(argv: list[str]) -> tuple[argparse.ArgumentParser, list[str]]:
+    """The parser of a line, and the line with the words of its command as one; words that are no
+    command are refused, with the one that was meant."""
     from commpress.cli.commands import COMMANDS
     from commpress.cli.option_groups import meant
 
-    beside, typed = [command.words.split() for command in COMMANDS], ["commpress"]
-    for word in argv[:2]:
-        known = sorted({words[0] for words in beside if words})
-        if word.startswith("-") or not known:
-            return
-        typed.append(word)
-        if word not in known:
-            hint = meant(word, known) or f": expected one of {', '.join(known)}"
-            raise InvalidArgument(f"there is no command {' '.join(typed)!r}{hint}")
-        beside = [words[1:] for words in beside if words and words[0] == word]
-    if typed[1:] and [] not in beside:
-        expected = ", ".join(" ".join([*typed[1:], *words]) for words in beside)
-        raise InvalidArgument(f"what shall {' '.join(typed)!r} do? expected one of {expected}")
+    names = [command.words for command in COMMANDS]
+    word, *rest = argv or [""]
+    if word in ("", *names) or word.startswith("-"):
+        return parser(), argv
+    typed, known = word, {name.split()[0] for name in names}
+    if word in ROOMS:
+        known = {name.removeprefix(f"{word} ") for name in names if name.startswith(f"{word} ")}
+        if not rest:
+            expected = ", ".join(f"{word} {name}" for name in sorted(known))
+            raise InvalidArgument(f"what shall 'commpress {word}' do? expected one of {expected}")
+        if rest[0].startswith("-"):
+            about = f"{ROOMS[word]}\n\n{overview(word)}"
+            return argparse.ArgumentParser(f"commpress {word}", None, about, **WHOLE), rest
+        word, *rest = rest
+        typed += f" {word}"
+    if typed not in names:
+        hint = meant(word, known) or f": expected one of {', '.join(sorted(known))}"
+        raise InvalidArgument(f"there is no command 'commpress {typed}'{hint}")
+    return parser(), [typed, *rest]
 
 
 def _refuse_unknown(parser: argparse.ArgumentParser, word: str) -> NoReturn:
@@ -125,11 +124,10 @@ def add(commands: Any, name: str, module: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     _open_closed()
     try:
-        _check_words(sys.argv[1:] if argv is None else argv)
-    except InvalidArgument as error:
+        return run(*asked(list(sys.argv[1:] if argv is None else argv)))
+    except CommpressError as error:
         print(f"commpress: error: {error}", file=sys.stderr)
         return 2
-    return run(parser(), argv)
 
 
 def _open_closed() -> None:

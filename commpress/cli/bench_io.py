@@ -15,7 +15,7 @@ from time import perf_counter
 
 import torch
 
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.tiered_mem import FileLayer, Options, TieredStore, engines, parse_bytes, show_bytes
 
 ENOUGH = 0.95  # of fio
@@ -50,19 +50,17 @@ def run(options: argparse.Namespace) -> int:
             f"engine {engine}, depth {options.depth}, {show_bytes(size)} a figure, "
             f"{options.rounds} rounds, GB/s\n"
         )
-        table = harness.Table(cells)
+        table = terminal.Table(cells)
         for chunk in options.chunks:
             transfers = passes(folder / f"{chunk}", chunk, size, engine, options.depth, fio)
-            with transfers as calls, harness.ProgressBar(show_bytes(chunk)) as progress:
+            with transfers as calls, terminal.ProgressBar(show_bytes(chunk)) as progress:
                 figures = harness.interleaved(calls, options.rounds, warm=1, progress=progress)
             shutil.rmtree(folder / f"{chunk}")
             for verb in ("write", "read"):
                 rows.append(summary(chunk, verb, figures))
                 table(rows[-1])
     suggest(rows, engine, speeds)
-    title = f"The tiered store on this disk, engine {engine}"
-    draw = harness.drawing(title, cells, {"GB per second": ("store", "fio")})
-    return harness.deliver(options, rows, judge=judge, draw=draw, engine=engine)
+    return harness.deliver(options, rows, judge=judge, engine=engine)
 
 
 def chosen(folder: Path, engine: str, depth: int) -> tuple[str, dict[str, float]]:

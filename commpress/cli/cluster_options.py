@@ -1,8 +1,8 @@
 """Options that describe machines and models, for the commands that predict."""
 
 import argparse
-import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -74,25 +74,22 @@ def model_of(options: argparse.Namespace, codecs: Callable[[argparse.Namespace],
 def factory(path: str) -> Callable[[], object]:
     """The function that 'module:function' names; modules are found as Python finds them, and beside
     the caller."""
-    module, _, name = path.partition(":")
     # only for this import: a folder of the caller's may be called as somebody's package
     before = [*sys.path]
     sys.path.append(os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
-        raise InvalidArgument(
-            f"--model is {path!r}, but {module} cannot be imported: {error}"
-        ) from error
+        found = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidArgument(f"--model is {path!r}, which cannot be imported: {error}") from error
     finally:
         sys.path[:] = before
     if not callable(found):
-        raise InvalidArgument(f"--model is {path!r}, but {module} has no function {name!r}")
+        raise InvalidArgument(f"--model is {path!r}, which is no function")
     return found
 
 
 def saved_tensors(option: str, path: str, expected: str) -> dict[str, torch.Tensor]:
-    """Tensors by name, as ``torch.save`` wrote them; nothing in the file is executed."""
+    """Floats by name, as ``torch.save`` wrote them; nothing in the file is executed."""
     try:
         content = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
@@ -100,10 +97,9 @@ def saved_tensors(option: str, path: str, expected: str) -> dict[str, torch.Tens
         raise InvalidArgument(
             f"--{option} is {path!r}, which torch.load cannot read ({first}), expected {expected}"
         ) from error
-    if not isinstance(content, dict) or not all(
-        isinstance(name, str) and isinstance(each, torch.Tensor) for name, each in content.items()
+    if isinstance(content, dict) and all(
+        isinstance(name, str) and isinstance(each, torch.Tensor) and each.is_floating_point()
+        for name, each in content.items()
     ):
-        raise InvalidArgument(
-            f"--{option} is {path!r}, which holds no tensors by name, expected {expected}"
-        )
-    return content
+        return content
+    raise InvalidArgument(f"--{option} is {path!r}, which holds no floats by name: {expected}")

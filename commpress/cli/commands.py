@@ -8,13 +8,13 @@ when the command runs: help loads no torch.
 from dataclasses import dataclass
 from inspect import cleandoc
 
-SEE, LOOK, PREDICT, MEASURE, BREAK = "See it", "Look at machines", "Predict", "Measure", "Break it"
+SEE, LOOK, PREDICT, MEASURE = "See it", "Look at machines", "Predict", "Measure"
 TRY, COME, WEIGHTS = "Try your own script", "Come from elsewhere", "Weights at their readers"
 
 
 @dataclass(frozen=True)
 class Command:
-    """Two words are a command below a command: ``bench codec``."""
+    """Two words are a command below a command: ``bench io``."""
 
     words: str
     group: str
@@ -166,8 +166,7 @@ COMMANDS = (  # in the order in which help shows them
       commpress plan --parameters 110M --nodes 4x1 --link 1gbit,100us --compute-ms 300
       commpress plan --model mymodels:make_gpt --nodes 8x8 --link 25gbit,10us \\
           --device 900GB/s --compute-ms 250
-      commpress plan --config config.json --links links.json --compute-ms 800 \\
-          --out plan.json --plot plan.png
+      commpress plan --config config.json --links links.json --compute-ms 800 --out plan.json
       commpress plan --parameters 1.5B --nodes 4x1 --compute-ms 900 \\
           --memory device=24GiB,host=64GiB
       commpress plan --model mymodels:make_gpt --gradients grads.pt --nodes 4x1 --compute-ms 300
@@ -193,7 +192,7 @@ COMMANDS = (  # in the order in which help shows them
     --memory T=SIZE,… | memory | '' | of one rank, as device=24GiB,host=64GiB (default: any)
     --gradients FILE | gradients | | measured ones, for a codec of its own for every layer
     --out FILE | | plan.json | where to write the plan
-    @output
+    @json
     """,
     ),
     Command(
@@ -216,8 +215,7 @@ COMMANDS = (  # in the order in which help shows them
       commpress simulate --nodes 4x1 --link 1gbit,100us --bytes 32MiB
       commpress simulate --nodes 8x8 --link 25gbit,10us --device 900GB/s --parameters 340M \\
           --compute-ms 250 --layered
-      commpress simulate --nodes 512x8 --link 100gbit,5us --device 2TB/s \\
-          --scaling 1,8,64,512 --plot scaling.png
+      commpress simulate --nodes 512x8 --link 100gbit,5us --device 2TB/s --scaling 1,8,64,512
 
     A row: seconds of the call or step; exposed is what a step takes longer than computing alone; MB
     that one rank sends, and of them those that leave its node (of the rank that sends most);
@@ -230,7 +228,7 @@ COMMANDS = (  # in the order in which help shows them
     --scaling A,B | counts | | numbers of nodes, one after the other
     @cluster
     @model
-    @output
+    @json
     """,
     ),
     Command(
@@ -290,82 +288,6 @@ COMMANDS = (  # in the order in which help shows them
     """,
     ),
     Command(
-        "chaos",
-        BREAK,
-        """kill, stop, slow and cut off ranks of a run: what it costs
-
-    Starts COMMAND as several processes with torchrun's variables, does harm to them, and starts
-    again what has ended. COMMAND is a loop under commpress.elastic, which writes what it commits to
-    the file named in COMMPRESS_EVENTS. Without a COMMAND it is a small model whose computing is
-    slept, so that starting Python again does not take the survivors' cores into the figures.
-
-      commpress chaos
-          two minutes of the small model
-      commpress chaos --seconds 3600 --faults kill,stop -- python train.py
-          an hour, 125 faults
-      commpress chaos --hosts --rate 1gbit --faults kill,cut -- python train.py
-          each rank on a host of its own
-      commpress chaos --schedule faults.txt --check -- python train.py
-          the same faults each time, for CI
-
-    A line of a schedule: SECONDS kill|stop|slow|cut RANK|launcher [for SECONDS] [all|half|bulk]
-
-      20 kill 1            # SIGKILL; started again a second later, to join the others
-      40 stop 0 for 5      # SIGSTOP, then SIGCONT
-      60 slow 2 for 10     # runs a fifth of the time
-      80 cut 3 for 8 bulk  # with --hosts: packets over 600 bytes are lost; half: every second one;
-                             all
-      99 kill launcher     # the process that holds the store, as torchrun's agent does
-
-    Goodput: committed steps per second, as a share of those before the first fault. Participation:
-    ranks that took part in a step. Pause: what survivors waited longer than usual for the next
-    committed step. Nothing that was started stays, however this ends.
-    """,
-        """
-    command | | | what each process runs (default: a small model that sleeps)
-    --ranks N | 2.. | 4 | processes
-    --seconds S | positive | 120.0 | of training in which faults are made
-    --faults-per-hour N | amount | 125.0 | on average, at random times
-    --faults KINDS | faults | kill | some of kill,stop,slow,cut (default kill); cut needs
-        --hosts
-    --schedule FILE | | | faults of a file instead of random ones
-    --seed N | int | 0 | of the random ones
-    --patience S | positive | 60.0 | without a committed step: the run hangs
-    --hosts | | | each rank on a host of its own: network namespaces (root or user namespaces)
-    @links
-    --logs FOLDER | | | keep output and events of the processes here
-    --json FILE | | | figures, faults and pauses, with settings and versions
-    --check | | | exit status 1 also unless goodput is 90 %, participation 80 %, the median
-        pause 2.5 s, the longest 30 s, and healing takes 20 s at most
-    """,
-    ),
-    Command(
-        "bench codec",
-        MEASURE,
-        """speed of codecs on this processor, and a check of their bytes
-
-    Every codec at every number of threads:
-      encode     x + residual to bytes and a new residual: into a second buffer as the DDP hook
-                 does, and in place
-      decode     bytes to float32
-      mean       the mean of 4 ranks' rows
-      serve      the same mean, plus residual, encoded again: what an owner does with the rows it
-                 received
-    in GB/s of float32. A copy of the same floats is timed between the repetitions; "of copy"
-    compares bytes moved per second: encode moves 12 + bits/8 bytes per element, a copy 8.
-
-      commpress bench codec                            all codecs on 1 and 2 threads, about a minute
-      commpress bench codec --codec sign --check       exit status 1 if the sign codec misses a bar
-    """,
-        """
-    --codec A,B | refused by timed | | default all
-    --numel N | 64.. | 33554432 | floats in the buffer
-    --threads A,B | counts | 1,2 | numbers of threads
-    --check | | | exit status 1 unless the sign codec holds its bars
-    @output
-    """,
-    ),
-    Command(
         "bench allreduce",
         MEASURE,
         """one compressed all-reduce against torch's
@@ -376,8 +298,7 @@ COMMANDS = (  # in the order in which help shows them
                          of float32: algbw = size / time, busbw = algbw * 2(n-1)/n
       #wrong             elements whose bits differ between ranks
       wire               bytes one rank sent, headers included; ratio: against a float32 ring
-      error              of one all-reduce against the exact mean, relative; kept: the
-                         residuals after all
+      error              of one all-reduce against the exact mean, relative
       fp32 us, faster    time of torch's all_reduce, and how many times longer it takes
     It runs what the DDP hook runs: the same messages, kernels, transport and error feedback.
 
@@ -393,9 +314,8 @@ COMMANDS = (  # in the order in which help shows them
     --iterations N | 1.. | 10 | timed, of each size
     --warmup N | 0.. | 2 | not timed, of each size
     @ranks
-    --check | | | exit status 1 unless ranks agree bit for bit, error feedback loses nothing
-        and codecs err in the right order
-    @output
+    --check | | | exit status 1 unless ranks agree bit for bit
+    @json
     """,
     ),
     Command(
@@ -421,11 +341,10 @@ COMMANDS = (  # in the order in which help shows them
     --size SIZE | size | 512MiB | bytes written and read per figure
     --rounds N | 1.. | 5 | of everything
     --depth N | 1.. | 4 | transfers at once
-    --engine NAME | refused by engine | auto | auto (default), threads, io_uring, libaio or
-        aiofiles
+    --engine | {auto,io_uring,threads,libaio,aiofiles} | auto | (default auto)
     --no-fio | | | do not run fio
     --check | | | exit status 1 unless the store reaches 95 % of fio
-    @output
+    @json
     """,
     ),
     Command(
@@ -462,7 +381,7 @@ COMMANDS = (  # in the order in which help shows them
     --check | | | exit status 1 unless sign exposes at most half of what powersgd1 does and
         its step is at most 1.3 of compute, if both run; auto is as fast as plain within 2 %
         and as the fastest within 5 %
-    @output
+    @json
     """,
     ),
     Command(

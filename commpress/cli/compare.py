@@ -5,7 +5,7 @@ import argparse
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import mean, stdev
@@ -63,7 +63,8 @@ class TrainedRun:
 def run(options: argparse.Namespace) -> int:
     groups: Groups = {name: [] for name in options.methods.split(",")}
     runs: list[TrainedRun] = []
-    with _hosts(options) as hosts:
+    link = {"rate": options.rate, "delay": options.delay}
+    with Hosts(options.hosts, **link) if options.hosts else nullcontext() as hosts:
         print(terminal.wrapped(headline(options, list(groups))), flush=True)
         for seed in range(options.seed, options.seed + options.seeds):
             for method in groups if seed % 2 == 0 else reversed(groups):
@@ -99,12 +100,6 @@ def headline(options: argparse.Namespace, methods: Sequence[str]) -> str:
         f"{len(methods)} methods, {options.seeds} seed{'s' * (options.seeds > 1)}, in turns on "
         f"{where}: {' '.join(options.command)}"
     )
-
-
-def _hosts(options: argparse.Namespace) -> AbstractContextManager[Hosts | None]:
-    if not options.hosts:
-        return nullcontext()
-    return Hosts(options.hosts, rate=options.rate, delay=options.delay)
 
 
 # ---------------------------------------------------------------- one run

@@ -3,6 +3,7 @@ time is up is shown."""
 
 import argparse
 import contextlib
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,7 +13,6 @@ from statistics import mean, stdev
 from commpress.cli import contenders, harness, race, terminal
 from commpress.cli.contenders import FLOOR, contender
 from commpress.cli.hosts import Hosts, HostsUnavailable
-from commpress.cli.processes import Ended, none_left
 from commpress.cli.race import Finish, Lane
 from commpress.cli.ranks import LocalRanks
 from commpress.cli.training import Load
@@ -26,11 +26,9 @@ Groups = dict[str, list[Finish]]  # by the name of the way
 
 
 def run(options: argparse.Namespace) -> int:
-    try:
-        with none_left() if sys.platform.startswith("linux") else contextlib.nullcontext():
-            return _race(options, _plan(options))
-    except Ended as asked:
-        return asked.status("demo")
+    for number in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:  # end as Ctrl-C does
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    return _race(options, _plan(options))
 
 
 def _plan(options: argparse.Namespace) -> list[Lane]:
@@ -118,7 +116,7 @@ def _race(options: argparse.Namespace, plan: list[Lane]) -> int:
         with LocalRanks(options.ranks, hosts=network.hosts) as pool:
             network.shape(None)
             title = "kernels are compiled, connections made:"
-            with harness.ProgressBar(title, lines=1) as progress:
+            with terminal.ProgressBar(title, lines=1) as progress:
                 pool.call(race.warm, plan[: len(plan) // options.seeds], progress)
             network.shape(options.rate)
             finishes = _lanes(pool, plan, options.ranks, network)
@@ -191,7 +189,7 @@ def summary(finishes: list[Finish]) -> None:
     """The table and how to read it."""
     groups = grouped(finishes)
     rows = [_cells(name, group, groups.get("plain")) for name, group in groups.items()]
-    print(terminal.table(rows, best=[0]))
+    print(terminal.table(rows, best=0))
     print("\n".join(["", *map(terminal.wrapped, _notes(groups))]))
 
 
@@ -230,9 +228,9 @@ def _notes(groups: Groups) -> Iterator[str]:
         each = "Each way" + (f" but {', '.join(others)}" if others else "")
         yield f"{each} has the best of two to four learning rates that were tried for it."
     best = {True: "", False: ""}  # of ours, and of the others
-    for name, group in reversed(groups.items()):
+    for name in reversed(groups):
         if name != FLOOR:
-            best[group[0].ours] = name
+            best[contender(name).ours] = name
     ours, peer = best[True], best[False]
     if ours and peer:
         gap = loss_of(groups[peer]) - loss_of(groups[ours])
@@ -264,8 +262,8 @@ def draw(finishes: list[Finish], network: SlowNetwork, path: str) -> None:
     with charts.chart(path, title, size=(8, 5.6)) as (panel,):
         for name, group in grouped(finishes).items():
             if losses := charts.smooth(group[0].losses, 5):
-                style = "-" if group[0].ours else "--"
-                look = {"color": next(colours[group[0].ours]), "linestyle": style}
+                ours = contender(name).ours
+                look = {"color": next(colours[ours]), "linestyle": "-" if ours else "--"}
                 label = f"{name} {loss_of(group):.2f}"
                 panel.plot(group[0].times, losses, label=label, **look)
                 top = max(top, losses[len(losses) // 3])

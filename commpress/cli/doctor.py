@@ -33,7 +33,6 @@ from commpress.errors import CommpressError
 from commpress.tiered_mem import FileLayer, engines, show_bytes
 from commpress.tiered_mem.engines import thread_priority
 
-OLDEST = (2, 8)
 NEEDED = ("numpy", "llvmlite", "msgpack", "xxhash")
 USEFUL = ("transformers", "accelerate", "lightning", "matplotlib")
 CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
@@ -91,17 +90,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def software() -> Iterator[Finding]:
-    number = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if number < OLDEST:
-        cure = "pip install --upgrade torch"
-        yield bad(f"torch {torch.__version__} is older than 2.8", cure)
-    else:
-        threads = f"{torch.get_num_threads()} threads"
-        yield ok(f"Python {platform.python_version()}, torch {torch.__version__}, {threads}")
-    yield ok(", ".join(f"{name} {installed(name)}" for name in NEEDED if installed(name)))
-    for name in NEEDED:
-        if not installed(name):
-            yield bad(f"{name} is missing", f"pip install {name}")
+    threads = f"{torch.get_num_threads()} threads"
+    yield ok(f"Python {platform.python_version()}, torch {torch.__version__}, {threads}")
+    yield ok(", ".join(f"{name} {installed(name)}" for name in NEEDED))
     if extras := [name for name in USEFUL if not installed(name)]:
         cure = "only what uses them needs them: pip install 'commpress[hf,lightning,demo]'"
         yield note(f"not installed: {', '.join(extras)}", cure)
@@ -112,7 +103,7 @@ def kernels() -> Iterator[Finding]:
     """Encode, residual and decode of the sign codec against the reference, bit for bit: compiled on
     the first call."""
     try:
-        from commpress.cli.bench_codec import check_bytes
+        from commpress.cli.kernel_check import check_bytes
         from commpress.codecs import SignCodec
 
         check_bytes(SignCodec(), 4099)
@@ -163,9 +154,6 @@ def backends() -> Iterator[Finding]:
         yield note("NCCL is there, a GPU is not")
     else:
         yield ok(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
-    if not dist.is_mpi_available():
-        cure = "not needed: commpress goes through mpi4py"
-        yield note("this torch has no MPI backend of its own", cure)
     yield own_name()
 
 

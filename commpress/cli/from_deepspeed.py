@@ -85,6 +85,18 @@ OFFLOAD = {
     "offload_optimizer": ((1, 2, 3), "cpu_offload"),
     "offload_param": ((3,), "cpu_offload_param"),
 }
+IMPORTS = """
+    contextlib.              import contextlib
+    math.                    import math
+    os.                      import os
+    torch.                   import torch
+    dist.                    import torch.distributed as dist
+    MixedPrecisionPolicy(    from torch.distributed.fsdp import MixedPrecisionPolicy
+    fully_shard(             from torch.distributed.fsdp import fully_shard
+    DistributedDataParallel( from torch.nn.parallel import DistributedDataParallel
+    commpress.               import commpress
+    DoublingIntervals(       from commpress.schedules import DoublingIntervals
+"""
 PROGRAM = """\
 # Yours: model, loader (batches of this rank) and loss_of(model, batch). The model is on its device, and has
 # the same weights on every rank.
@@ -162,7 +174,6 @@ class Conversion:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.left = dict(leaves(config))  # by path
-        self.imports = {"import torch", "import torch.distributed as dist"}
         self.setup: list[str] = []
         self.notes: list[str] = []
         for name in SECTIONS:
@@ -277,12 +288,8 @@ class Conversion:
         scheduled = self.schedule()
         self.leftovers()
         setup, loop = "\n".join(self.setup), self.loop(accumulation, scheduled)
-        for module in ("contextlib", "math", "os"):
-            if f"{module}." in f"{setup}\n{loop}":
-                self.imports.add(f"import {module}")
-        # plain ones first
-        imports = sorted(self.imports, key=lambda line: (line.startswith("from"), line))
-        imports += ["", "import commpress"] * (f"{setup}\n{loop}".count("commpress.") > 0)
+        lines = (line.split(maxsplit=1) for line in IMPORTS.strip().splitlines())
+        imports = [line for word, line in lines if word in PROGRAM + setup + loop]
         return PROGRAM.format(imports="\n".join(imports), setup=setup, loop=loop)
 
     def loop(self, accumulation: str, scheduled: bool) -> str:
@@ -391,7 +398,6 @@ class Conversion:
         self.clipped(keywords)
         self.autocast = bool(self.half)
         scaler = self.scaler()
-        self.imports.add("from torch.nn.parallel import DistributedDataParallel")
         self.write(assigned(f"commpress.{own}", call(keywords, grad_scaler=scaler)))
         self.write("ddp = DistributedDataParallel(model)")
         self.write("commpress.overlap(ddp, optimizer)  # rounds start while backward goes on")
@@ -412,7 +418,6 @@ class Conversion:
             ]
             return
         keywords["sync"] = DoublingIntervals(freeze + scaler, scaler, clipper)
-        self.imports.add("from commpress.schedules import DoublingIntervals")
         self.note(
             f"var_freeze_step {freeze}: updates of the variance become ever rarer and never end; "
             f"from step {freeze + scaler}, where intervals exceed 1, they wait for the end of one"
@@ -420,7 +425,6 @@ class Conversion:
 
     def replicated(self, torchs: str, keywords: dict[str, Any]) -> None:
         """Stage 0: DistributedDataParallel."""
-        self.imports.add("from torch.nn.parallel import DistributedDataParallel")
         self.autocast, self.runs, self.sync = bool(self.half), "ddp", "ddp.no_sync()"
         self.write("ddp = DistributedDataParallel(model)")
         told = ", grad_scaler=scaler" * bool(self.scaler())
@@ -453,8 +457,6 @@ class Conversion:
     def sharded(self, torchs: str, keywords: dict[str, Any], state: str) -> None:
         """Stage 3 by torch's ``fully_shard``; weights are kept in float32 and computed with in half
         precision."""
-        names = "MixedPrecisionPolicy, " * bool(self.half)
-        self.imports.add(f"from torch.distributed.fsdp import {names}fully_shard")
         if self.half:
             word = str(self.take("communication_data_type") or "fp32")
             sent = HALF.get(word, "torch.float32")

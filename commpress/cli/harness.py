@@ -1,5 +1,5 @@
-"""Harness of every benchmark: rows that come from all ranks become a table, and --check, --json and
---plot use them."""
+"""Harness of every benchmark: rows that come from all ranks become a table, and --check and --json
+use them."""
 
 import argparse
 import os
@@ -7,8 +7,6 @@ import platform
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from functools import partial
-from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -16,19 +14,12 @@ import torch
 import torch.distributed as dist
 
 from commpress import __version__
-from commpress.cli import option_groups, ranks
-from commpress.cli.terminal import ProgressBar as ProgressBar
-from commpress.cli.terminal import Table as Table
-from commpress.cli.terminal import line as line
-from commpress.cli.terminal import render as render
-from commpress.cli.terminal import table as table
-from commpress.cli.terminal import write_json as write_json
+from commpress.cli import ranks
+from commpress.cli.terminal import Table, write_json
 
 T = TypeVar("T")
 Bars = Sequence[tuple[str, bool]]
 Cells = Callable[[Any], Mapping[str, str]]  # a row as its columns
-Panels = Mapping[str, Sequence[str]]  # axis → columns that are drawn beside each other
-MOST, ENOUGH = 15, 0.5  # repetitions of a short call, or fewer once they have taken so many seconds
 
 
 def run(
@@ -37,15 +28,13 @@ def run(
     cells: Cells,
     *,
     judge: Callable[[Any], Bars],
-    title: str,
-    panels: Panels,
 ) -> int:
     """The exit status of a benchmark: ``bench(rank, size, options)`` yields rows on all ranks, and
     text for people. Those of rank 0 are shown as they come."""
     rows = ranks.on_ranks(partial(_collected, bench), options, Table(cells))
     if rows is None:  # not rank 0 of a launcher
         return 0
-    return deliver(options, rows, judge=judge, draw=drawing(title, cells, panels))
+    return deliver(options, rows, judge=judge)
 
 
 def _collected(
@@ -61,15 +50,6 @@ def _collected(
         if not isinstance(row, str):
             rows.append(row)
     return rows
-
-
-# ---------------------------------------------------------------- options
-
-add_options, add_sizes, sizes_of = (
-    option_groups.add_output,
-    option_groups.add_sizes,
-    option_groups.sizes_of,
-)
 
 
 # ---------------------------------------------------------------- interleaved timing
@@ -133,20 +113,6 @@ def medians(
     }
 
 
-def alternately(
-    calls: Mapping[str, Callable[[], object]], *, least: int = 3, most: int = MOST
-) -> dict[str, float]:
-    """Median seconds of each call on this rank alone, interleaved; once before, not timed."""
-    for call in calls.values():
-        call()
-    took: dict[str, list[float]] = {name: [] for name in calls}
-    first = next(iter(took.values()))
-    while len(first) < most and (len(first) < least or sum(first) < ENOUGH):
-        for name, call in calls.items():
-            took[name].append(seconds(call))
-    return {name: median(times) for name, times in took.items()}
-
-
 # ---------------------------------------------------------------- on paper
 
 
@@ -155,10 +121,9 @@ def deliver(
     rows: Collection[Any],
     *,
     judge: Callable[[Any], Bars] | None = None,
-    draw: Callable[[str, Any], None] | None = None,
     **more: Any,
 ) -> int:
-    """The exit status, after what --check, --json and --plot ask for.
+    """The exit status, after what --check and --json ask for.
 
     ``rows`` are dataclasses or dictionaries; ``more`` goes beside them into the file.
     """
@@ -172,23 +137,9 @@ def deliver(
             "bars": bars,
         }
         write_json(options.json, content)
-    if draw is not None and options.plot:
-        draw(options.plot, rows)
-        print(f"plot: {options.plot}")
     if bars:
         print()
     return verdict(bars)
-
-
-def drawing(title: str, cells: Cells, panels: Panels) -> Callable[[str, Any], None]:
-    """The function that draws rows of a table as bars."""
-
-    def draw(path: str, rows: Collection[Any]) -> None:
-        from commpress.cli import charts
-
-        charts.of_table(path, title, list(map(cells, rows)), panels)
-
-    return draw
 
 
 def verdict(bars: Bars) -> int:
@@ -207,9 +158,7 @@ def row(measured: Any) -> Any:
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items() if not callable(v)
-    }
+    return {name: value for name, value in vars(options).items() if not callable(value)}
 
 
 def machine() -> dict[str, Any]:

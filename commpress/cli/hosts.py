@@ -4,7 +4,7 @@ given rate and delay.
 A host has an address, a name that the others resolve, and one interface, ``eth0``. Nothing of it is
 visible outside: firewall rules and queues live in the namespaces, and the namespaces live as long
 as the processes that hold them, which end when this one does, however it ends. Needs root or
-unprivileged user namespaces, and the tools of util-linux and iproute2; cutting links also nft.
+unprivileged user namespaces, and the tools of util-linux and iproute2.
 """
 
 import contextlib
@@ -18,19 +18,12 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from commpress.errors import CommpressError, InvalidArgument, MissingPackage
 
 SUBNET = "10.93.0."
 MOST = 250  # hosts of one subnet
-# bytes: longer packets carry data, shorter ones agreement, acknowledgements and greetings
-BULK = 600
-SHARES = {  # packets that a cut link loses → nft's words
-    "all": "drop",
-    "half": "numgen random mod 2 0 drop",
-    "bulk": f"meta length > {BULK} drop",
-}
 # variables by which torch finds a host's interface
 INTERFACE = {
     name: "eth0" for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
@@ -38,7 +31,6 @@ INTERFACE = {
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _QUEUE = 0.02  # seconds of a link's traffic that wait at most
 _BURST = 250e-6  # seconds of a link's traffic that pass at once
-_TABLE = "inet commpress_cuts"
 _NO_DELAY = "this kernel cannot delay packets (netem, CONFIG_NET_SCH_NETEM): leave the delay out"
 _HOLD = (
     "import socket, sys; socket.sethostname(sys.argv[1]); print('up', flush=True); sys.stdin.read()"
@@ -70,21 +62,20 @@ class Hosts:
     ) -> None:
         if not 1 <= count <= MOST:
             raise InvalidArgument(f"count is {count}, expected 1 to {MOST} hosts")
-        _need("unshare", "nsenter", "mount", "ip", "tc")
+        need("unshare", "nsenter", "mount", "ip", "tc")
         self.names = [f"{name}{i}" for i in range(count)]
         self.addresses = [f"{SUBNET}{i + 1}" for i in range(count)]
         self.rate, self.delay = rate, delay
         self._root = os.geteuid() == 0
         self._folder = tempfile.TemporaryDirectory(prefix="commpress-hosts-")
         self._holders: list[subprocess.Popen[str]] = []  # the switch's, then one of each host
-        self._cut: set[int] = set()
         try:
             self._build()
         except BaseException:
             self.close()
             raise
 
-    def __enter__(self) -> "Hosts":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -118,7 +109,7 @@ class Hosts:
 
     def sent_bytes(self, host: int) -> int:
         """Bytes that the host's interface has sent, headers included."""
-        said = self._on(self._holders[1 + host], "ip -s -j link show eth0")
+        said = self.on(1 + host, "ip -s -j link show eth0")
         return int(json.loads(said)[0]["stats64"]["tx"]["bytes"])
 
     # ---------------------------------------------------------------- links
@@ -126,28 +117,8 @@ class Hosts:
     def shape(self, host: int, rate: float | None, delay: float = 0.0) -> None:
         """Give a host's link another rate and delay, each way; a rate of None is as fast as the
         machine."""
-        for holder, interface in (
-            (self._holders[1 + host], "eth0"),
-            (self._holders[0], f"p{host}"),
-        ):
-            self._on(holder, _shaping(interface, rate, delay))
-
-    def cut(self, host: int, share: str = "all") -> None:
-        """Lose ``share`` of the packets of a host, both ways: "all", "half" or "bulk"."""
-        _need("nft")
-        rules = [f"add table {_TABLE}"]
-        for chain, interface in (("input", "iifname"), ("output", "oifname")):
-            hook = f"{{ type filter hook {chain} priority 0 ; }}"
-            rules.append(f"add chain {_TABLE} {chain} {hook}")
-            rules.append(f'add rule {_TABLE} {chain} {interface} "eth0" {SHARES[share]}')
-        self._on(self._holders[1 + host], "nft -f -", feed="\n".join(rules) + "\n")
-        self._cut.add(host)
-
-    def restore(self, host: int) -> None:
-        """Let all packets of a host pass again."""
-        if host in self._cut:
-            self._on(self._holders[1 + host], f"nft delete table {_TABLE}")
-            self._cut.remove(host)
+        for holder, interface in ((1 + host, "eth0"), (0, f"p{host}")):
+            self.on(holder, _shaping(interface, rate, delay))
 
     # ---------------------------------------------------------------- namespaces
 
@@ -180,25 +151,19 @@ class Hosts:
         ]
         known.write_text("\n".join(here) + "\n")
         self._hold("switch")
-        self._on(
-            self._holders[0], "ip link set lo up; ip link add br0 type bridge; ip link set br0 up"
-        )
+        self.on(0, "ip link set lo up; ip link add br0 type bridge; ip link set br0 up")
         for i, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
             self._hold(name)
             pid = self._holders[-1].pid
-            self._on(
-                self._holders[0],
-                (
-                    f"ip link add p{i} type veth peer name eth0 netns {pid}; ip link set p{i} "
-                    "master br0 up"
-                ),
+            self.on(
+                0,
+                f"ip link add p{i} type veth peer name eth0 netns {pid}; ip link set p{i} master "
+                "br0 up",
             )
-            self._on(
-                self._holders[-1],
-                (
-                    f"mount --bind {known} /etc/hosts; ip link set lo up; ip addr add {address}/24 "
-                    "dev eth0; ip link set eth0 up"
-                ),
+            self.on(
+                1 + i,
+                f"mount --bind {known} /etc/hosts; ip link set lo up; ip addr add {address}/24 dev "
+                "eth0; ip link set eth0 up",
             )
             if self.rate is not None or self.delay:
                 self.shape(i, self.rate, self.delay)
@@ -239,8 +204,10 @@ class Hosts:
         spaces = [] if only else ["-n", "-u", "-m"]
         return ["nsenter", "-t", str(holder.pid), *user, *spaces, "--"]
 
-    def _on(self, holder: "subprocess.Popen[str]", script: str, *, feed: str = "") -> str:
-        command = [*self._enter(holder), "sh", "-ec", script]
+    def on(self, holder: int, script: str, *, feed: str = "") -> str:
+        """Run a script inside the namespaces of a host, numbered from 1, or of the switch, 0, and
+        return its output."""
+        command = [*self._enter(self._holders[holder]), "sh", "-ec", script]
         done = subprocess.run(command, input=feed, capture_output=True, text=True, cwd="/")
         if done.returncode:
             why = (done.stderr or done.stdout).strip().splitlines()
@@ -274,7 +241,7 @@ def _shaping(interface: str, rate: float | None, delay: float) -> str:
     return "; ".join(before + steps)
 
 
-def _need(*tools: str) -> None:
+def need(*tools: str) -> None:
     if not sys.platform.startswith("linux"):
         raise HostsUnavailable(
             f"hosts of one machine are namespaces of Linux, this is {sys.platform}"

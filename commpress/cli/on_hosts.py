@@ -3,16 +3,18 @@ here, once."""
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter, sleep
-from typing import IO
+from typing import IO, Any
 
-from commpress.cli import launchers, processes, terminal
+from commpress.cli import launchers, terminal
 from commpress.cli.hosts import Hosts
 
 # seconds that the others have to end by themselves once one has failed, and then after SIGTERM
@@ -91,7 +93,7 @@ def together(
             words, variables = launchers.placed(command, host, count, hosts.addresses[0])
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
         streams["stderr"] = subprocess.STDOUT
-        found.append(processes.start(words, hosts, host, own | variables, **streams))
+        found.append(start(words, hosts, host, own | variables, **streams))
         readers.append(
             threading.Thread(target=read, args=(found[-1].stdout, host, line), daemon=True)
         )
@@ -113,6 +115,23 @@ def together(
         )
         for host, process in enumerate(found)
     ]
+
+
+def start(
+    command: Sequence[str], hosts: Hosts | None, host: int, env: Mapping[str, str], **streams: Any
+) -> "subprocess.Popen[bytes]":
+    """A process that leads a group of its own and ends with this one."""
+    if shutil.which("setpriv"):
+        command = ["setpriv", "--pdeathsig", "KILL", "--", *command]
+    if hosts is not None:
+        return hosts.start(host, command, env, start_new_session=True, **streams)
+    return subprocess.Popen(command, env=env, start_new_session=True, **streams)
+
+
+def send(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    """A signal to a process and all that it has started: its group."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def interface_bytes() -> int:
@@ -143,7 +162,7 @@ def _waited(found: Sequence["subprocess.Popen[bytes]"], begin: float) -> list[fl
 def _end(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
     """Send a signal to a process and all that it has started, if it still runs."""
     if process.poll() is None:
-        processes.send(process, number)
+        send(process, number)
         if number == signal.SIGKILL:
             process.wait()
 

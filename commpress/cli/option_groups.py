@@ -16,9 +16,7 @@ from inspect import cleandoc
 from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
-from zipfile import BadZipFile, ZipFile
 
-from commpress.cli.fault_schedule import KINDS as FAULTS
 from commpress.cli.hosts import parse_rate
 from commpress.documents import read_json
 from commpress.errors import CommpressError, InvalidArgument, MissingPackage
@@ -111,9 +109,6 @@ def at_least(least: int, most: int = 10**18) -> Callable[[str], int]:
     return convert
 
 
-natural = at_least(1)
-
-
 def where(parse: Kind, holds: Callable[[Any], object], expected: str) -> Kind:
     """Kind of a text that ``parse`` takes, where ``holds`` of the result."""
 
@@ -141,11 +136,6 @@ def meant(word: str, known: Collection[str]) -> str:
     return f": did you mean {close[0]!r}?" if close else ""
 
 
-def byte_counts(text: str) -> list[int]:
-    """Bytes of each of '1MiB,4MiB'."""
-    return [parse_bytes(part) for part in text.split(",")]
-
-
 def counts(text: str) -> list[int]:
     """Positive numbers of '1,2,4'."""
     if not re.fullmatch(r"\s*0*[1-9]\d{0,17}\s*(,\s*0*[1-9]\d{0,17}\s*)*", text, re.ASCII):
@@ -160,18 +150,6 @@ def readable(what: str) -> Callable[[str], str]:
         if os.path.isdir(text) or not os.access(text, os.R_OK):
             raise InvalidArgument(f"{text!r} cannot be read, expected {what}")
         return text
-
-    return convert
-
-
-def saved(what: str) -> Callable[[str], str]:
-    """The name of a file that ``torch.save`` made, which is an archive of zip."""
-
-    def convert(text: str) -> str:
-        with suppress(BadZipFile), ZipFile(readable(what)(text)) as file:
-            if any(name.endswith("/data.pkl") for name in file.namelist()):
-                return text
-        raise InvalidArgument(f"{text!r} is no file of torch.save, expected {what}")
 
     return convert
 
@@ -203,13 +181,12 @@ KINDS: dict[str, Kind] = {  # of tables
         re.compile("[^:]+:[^:]+").fullmatch,
         "module:function, such as mymodels:make_gpt",
     ),
-    "faults": some_of(FAULTS),
     "folder": where(
         Path,
         lambda path: path.is_dir() and os.access(path, os.W_OK),
         "a folder that is there and can be written",
     ),
-    "gradients": saved(GRADIENTS),
+    "gradients": readable(GRADIENTS),
     "large": where(parse_bytes, lambda n: n >= 1024, "at least 1KiB"),
     "link": checked(parse_link),
     "links": readable("what commpress probe wrote"),
@@ -223,7 +200,7 @@ KINDS: dict[str, Kind] = {  # of tables
     "rate": parse_rate,
     "sections": some_of(SECTIONS),
     "size": checked(parse_bytes),
-    "sizes": byte_counts,
+    "sizes": lambda text: list(map(parse_bytes, text.split(","))),
     "time": parse_time,
     "width": where(
         at_least(1, 1 << 14), lambda n: n % HEADS == 0, f"a width that {HEADS} heads share"
@@ -314,9 +291,8 @@ def refuse_early(options: argparse.Namespace) -> None:
 # ---------------------------------------------------------------- tables of several commands
 
 TABLES = {
-    "output": """
+    "json": """
         --json FILE | | | all rows, with settings and versions
-        --plot FILE | | | a picture of it: .png, .svg or .pdf (needs matplotlib)
     """,
     "ranks": """
         --ranks N | 2.. | 4 | local processes (default 4); a launcher's own number wins
@@ -368,18 +344,6 @@ TABLES = {
 }
 
 
-def add_output(parser: argparse.ArgumentParser, *, check: str) -> None:
-    """``check`` goes on from "exit status 1 unless"."""
-    option(parser, "--check", says=f"exit status 1 unless {check}")
-    declare(parser, "@output")
-
-
-def add_sizes(parser: argparse.ArgumentParser, least: str, most: str, *, factor: int = 2) -> None:
-    option(parser, "--min-bytes SIZE", parse_bytes, least)
-    option(parser, "--max-bytes SIZE", parse_bytes, most)
-    option(parser, "--factor N", at_least(2), factor, "from one size to the next")
-
-
 def sizes_of(options: argparse.Namespace) -> tuple[int, ...]:
     """Return the sizes, each ``factor`` times the one before it."""
     if not 4 <= options.min_bytes <= options.max_bytes:
@@ -391,27 +355,3 @@ def sizes_of(options: argparse.Namespace) -> tuple[int, ...]:
     while sizes[-1] * options.factor <= options.max_bytes:
         sizes.append(sizes[-1] * options.factor)
     return tuple(sizes)
-
-
-def add_ranks(parser: argparse.ArgumentParser, *, ranks: int = 4) -> None:
-    declare(parser, TABLES["ranks"].replace("4", f"{ranks}"))
-
-
-def add_training(parser: argparse.ArgumentParser, *, rounds: int, steps: int, batch: int) -> None:
-    option(parser, "--rounds N", natural, rounds, "of every variant")
-    option(parser, "--steps N", natural, steps, "of each round")
-    option(parser, "--batch N", natural, batch, "windows per rank and step")
-    declare(parser, "@training")
-
-
-def add_measuring(
-    parser: argparse.ArgumentParser, *, rounds: int, steps: int, batch: int, check: str
-) -> None:
-    """All options of a command that times training steps on ranks, but for its own."""
-    add_training(parser, rounds=rounds, steps=steps, batch=batch)
-    add_ranks(parser)
-    add_output(parser, check=check)
-
-
-def add_topology(parser: argparse.ArgumentParser) -> None:
-    declare(parser, "@topology")

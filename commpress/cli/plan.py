@@ -4,14 +4,10 @@ compressed."""
 import argparse
 import re
 from dataclasses import asdict, replace
-from functools import partial
-
-import torch
 
 from commpress.cli import cluster_options, harness, plan_mesh, terminal
 from commpress.cli.option_groups import GRADIENTS
 from commpress.cli.refusals import planned_codecs
-from commpress.errors import InvalidArgument
 from commpress.plan.assignment import assign
 from commpress.plan.candidates import (
     CHOSEN,
@@ -37,7 +33,9 @@ def run(options: argparse.Namespace) -> int:
     local = LOCAL in options.allow
     able = [*CHOSEN, *(way for way in options.allow if way != LOCAL)]
     ways = list(dict.fromkeys([*WAYS, *able]))
-    gradients = gradients_of(options.gradients) if options.gradients else None
+    gradients = None
+    if path := options.gradients:
+        gradients = cluster_options.saved_tensors("gradients", path, GRADIENTS)
     model = cluster_options.model_of(options, planned_codecs)
     cluster = cluster_options.cluster_of(options)
     costs, seconds = cluster_options.costs_of(options), 1e-3 * options.compute_ms
@@ -50,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     plain = next(c for c in found if c.codec == "plain")
     best, advice = advised(found, chosen, local_updates=local)
     effects = list(dict.fromkeys(effect(c) for c in found))
-    print(terminal.table([cells(c, plain, effects) for c in found], best=[found.index(best)]))
+    print(terminal.table([cells(c, plain, effects) for c in found], best=found.index(best)))
     print("\n".join(f"  effect {i}: {text}" for i, text in enumerate(effects, 1)), end="\n\n")
     if gradients is not None and (chosen.layered or not plan.compresses):
         terminal.say(f"--gradients changes nothing: {chosen.name} has no codec for every layer")
@@ -70,18 +68,7 @@ def run(options: argparse.Namespace) -> int:
         terminal.say(f"with --allow {allow}, which may change the loss: {more}")
     call = NAMES.sub(r"commpress.\1", best.call)  # to copy after ``import commpress``
     print(f"\n    {call}\n\nsaved: {options.out}")
-    picture = partial(draw, chosen=chosen, title=title)
-    return harness.deliver(options, found, draw=picture, plan=asdict(plan))
-
-
-def gradients_of(path: str) -> dict[str, torch.Tensor]:
-    saved = cluster_options.saved_tensors("gradients", path, GRADIENTS)
-    if odd := [name for name, each in saved.items() if not each.is_floating_point()]:
-        raise InvalidArgument(
-            f"--gradients is {path!r}, whose {odd[0]!r} is {saved[odd[0]].dtype}, expected "
-            f"{GRADIENTS}"
-        )
-    return saved
+    return harness.deliver(options, found, plan=asdict(plan))
 
 
 def effect(c: Candidate) -> str:
@@ -102,21 +89,3 @@ def cells(c: Candidate, plain: Candidate, effects: list[str]) -> dict[str, str]:
         "disk": disk,
         "effect": str(effects.index(effect(c)) + 1),
     }
-
-
-def draw(path: str, found: list[Candidate], *, chosen: Candidate, title: str) -> None:
-    """Seconds and memory of all candidates."""
-    from commpress.cli import charts
-
-    names = [c.name + ("" if c.fits else " (does not fit)") for c in found]
-    kinds = ["chosen" if c is chosen else "in a plan" if c.codec else "otherwise" for c in found]
-    seconds = {
-        each: [1e3 * c.seconds * (kind == each) for c, kind in zip(found, kinds, strict=True)]
-        for each in ("chosen", "in a plan", "otherwise")
-    }
-    memory = {tier: [c.memory.get(tier, 0.0) / 1e9 for c in found] for tier in TIERS}
-    size = (6.6, 0.3 * len(found) + 1.8)
-    with charts.chart(path, f"Predicted: {title}", panels=2, size=size, share=True) as panels:
-        charts.bars(panels[0], names, seconds, "ms a step", stacked=True)
-        axis = "GB on a rank, without activations"
-        charts.bars(panels[1], names, memory, axis, stacked=True, first=3)

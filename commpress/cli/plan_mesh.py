@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     best = chosen(found)
     what = f"a step of {work.batch} sequences of {work.length} tokens"
     print(f"{model.numel / 1e6:.1f} M parameters on {links.size} ranks, {what}")
-    print(terminal.table(list(map(cells, found)), best=[found.index(best)]))
+    print(terminal.table(list(map(cells, found)), best=found.index(best)))
     print("dp: with its codec, if not exact; MB of the rank and out of the node that send most\n")
     terminal.say(why(best, found))
     for says, numbers, usual in (

@@ -50,7 +50,7 @@ REST, REPEATS = 4e-3, 3  # seconds of such a rest; such rows for each round
 
 def run(options: argparse.Namespace) -> int:
     options.pairs = bool(options.pairs or options.plot or options.json)
-    with harness.ProgressBar("probe", lines=4) as progress:
+    with terminal.ProgressBar("probe", lines=4) as progress:
         found = ranks.on_ranks(measure, options, progress)
     if found is None:  # not rank 0 of a launcher
         return 0
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         rows = [asdict(pair) for pair in pairs]
         content = {**harness.machine(), "nodes": links.topology.nodes, "rows": rows}
-        harness.write_json(options.json, content)
+        terminal.write_json(options.json, content)
     return 0
 
 
@@ -114,12 +114,12 @@ def grid(pairs: Sequence["Pair"], size: int) -> Grid:
 def matrix_text(values: Grid) -> str:
     rows = []
     for i, row in enumerate(values):
-        rows.append([str(i), *["-"] * len(row)])
+        rows.append({"rank": str(i)} | dict.fromkeys(map(str, range(len(row))), "-"))
         for j, pair in enumerate(row):
             if pair is not None:
                 above, below = f"{pair.bandwidth / 1e6:.1f}", f"{1e6 * pair.latency:.0f}"
-                rows[-1][1 + j] = above if j > i else below
-    return terminal.render(["rank", *map(str, range(len(values)))], rows)
+                rows[-1][str(j)] = above if j > i else below
+    return terminal.table(rows)
 
 
 def draw(path: str, values: Grid) -> None:

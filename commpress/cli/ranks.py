@@ -18,13 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commpress.cli import option_groups
 from commpress.cli.hosts import Hosts
 from commpress.cli.refusals import launched
 from commpress.errors import CommpressError, InvalidArgument
 from commpress.integrations.trainers.launch import init_process_group
 
-add_options = option_groups.add_ranks
 Report = Callable[..., None]
 
 
@@ -42,15 +40,11 @@ def on_ranks(function: Callable[..., Any], options: argparse.Namespace, report: 
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
         check_size(size)
-        result = function(rank, size, options, report if rank == 0 else _silent)
+        result = function(rank, size, options, report if rank == 0 else lambda *_: None)
         dist.barrier()  # nobody closes a connection that another still waits on
         return result if rank == 0 else None
     finally:
         dist.destroy_process_group()
-
-
-def _silent(*values: object) -> None:
-    """The report of ranks that nobody listens to."""
 
 
 def check_size(size: int) -> None:

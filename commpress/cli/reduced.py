@@ -9,14 +9,12 @@ import torch.distributed as dist
 
 from commpress.cli import harness
 from commpress.codecs import policy_of
-from commpress.collectives.allreduce import Call, Outcome, Workspace, reduce_bucket
-from commpress.collectives.buckets import Message, Span, messages
+from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
+from commpress.collectives.exchange import Exchange, Exchanges
+from commpress.collectives.levels import Levels
 from commpress.collectives.measured_links import BufferTrial
-from commpress.collectives.transports.loopback import Recorded
-from commpress.collectives.two_level import Hierarchy, reduce_routes, routes
-from commpress.feedback import ErrorFeedback
-from commpress.work import run as drive
+from commpress.collectives.two_level import Hierarchy
 
 CALLS = 7  # calls back to back of one side in a round
 WARM = 1  # rounds that do not count: the first calls of a process are slow
@@ -31,42 +29,25 @@ class Reduced:
     """Every call starts from the same input; residuals stay in between."""
 
     def __init__(self, numel: int, codec: str, channel: Channel) -> None:
-        self.channel, self.codec, self.workspace = channel, codec, Workspace()
-        self.spans, self.policy = [Span("buffer", 0, numel)], policy_of(codec)
-        self.messages: list[Message] = messages(self.spans, self.policy, channel.size)
+        self.channel, self.codec = channel, codec
         self.input = torch.randn(numel, generator=torch.Generator().manual_seed(channel.rank))
         self.buffer = self.input.clone()
-        self.forget()
+        self.flat = self.exchange()
 
-    def forget(self) -> None:
-        """Let go of what compression has left behind."""
-        self.feedbacks = [
-            ErrorFeedback.zeros(m.pieces) if m.pieces.residual_numel else None
-            for m in self.messages
-        ]
-        self.rounds = 0
+    def exchange(self, levels: Levels | None = None) -> Exchange:
+        channel, numel = self.channel, len(self.input)
+        every = Exchanges(policy_of(self.codec), channel.size, channel.workspace, levels=levels)
+        where = [Span("buffer", 0, numel)], [(numel,)]
+        return every.of(("buffer",), lambda: where, self.input.device)
 
     def fill(self) -> None:
         self.buffer.copy_(self.input)
 
-    def reduce(self) -> None:
-        steps = reduce_bucket(
-            self.buffer,
-            self.feedbacks,
-            messages=self.messages,
-            call=Call(
-                transport=self.channel.transport,
-                workspace=self.workspace,
-                sequence=self.channel.take(len(self.messages)),
-                key=self.rounds,
-            ),
-        )
-        self._commit(drive(steps))
-
-    def _commit(self, outcomes: Sequence[Outcome]) -> None:
-        for outcome in outcomes:
+    def reduce(self, way: Exchange | None = None) -> None:
+        way = way or self.flat
+        call = self.channel.call(way.sequences)
+        for outcome in self.channel.run(way.steps(self.channel, self.buffer, call)):
             outcome.commit()
-        self.rounds += 1
 
     def timed(self, call: Callable[[], object], calls: int) -> float:
         """Seconds of one of several calls back to back, which all ranks begin together with the
@@ -88,17 +69,19 @@ class TwoLevel(Reduced):
 
     def __init__(self, numel: int, codec: str, channel: Channel, hierarchy: Hierarchy) -> None:
         super().__init__(numel, codec, channel)
-        self.between = {index: Recorded(t) for index, t in hierarchy.between.items()}
-        self.hierarchy = Hierarchy(hierarchy.topology, hierarchy.inside, self.between)
-        self.routes = routes(self.spans, self.policy, self.hierarchy)
-        self.route_feedbacks = [route.zeros() for route in self.routes]
+        channel.levels = self.hierarchy = Levels(hierarchy)
+        self.levels = partial(self.reduce, self.exchange(self.hierarchy))
 
     def run(
         self, others: Mapping[str, Callable[[], object]], iterations: int
     ) -> tuple[dict[str, float], int]:
         """Median seconds of each way, "flat" and "levels" last, interleaved; and how often "levels"
         was called for that."""
-        ways = {**others, "flat": self.reduce, "levels": self.levels}
+        ways: dict[str, Callable[[], object]] = {
+            **others,
+            "flat": self.reduce,
+            "levels": self.levels,
+        }
         once = harness.medians({name: partial(self.timed, way, 1) for name, way in ways.items()}, 1)
         # in a round: about a second, or CALLS
         calls = {name: max(min(int(1 / s), CALLS), 1) for name, s in once.items()}
@@ -109,24 +92,6 @@ class TwoLevel(Reduced):
         return harness.medians(timings, iterations, warm=WARM), 1 + (WARM + iterations) * calls[
             "levels"
         ]
-
-    def levels(self) -> None:
-        steps = reduce_routes(
-            self.buffer,
-            self.route_feedbacks,
-            plan=self.routes,
-            hierarchy=self.hierarchy,
-            call=Call(
-                transport=self.hierarchy.inside,
-                workspace=self.workspace,
-                sequence=self.channel.take(len(self.routes)),
-            ),
-        )
-        self._commit(drive(steps))
-
-    def sent(self) -> int:
-        """Bytes that this rank has sent to other nodes by way of nodes."""
-        return sum(t.sent_bytes for t in self.between.values())
 
 
 def trials(

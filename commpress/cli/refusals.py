@@ -10,16 +10,15 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import NoReturn, TypeVar
 
-from commpress.cli import fault_schedule, launchers
+from commpress.cli import launchers
 from commpress.cli.contenders import names
 from commpress.cli.hosts import MOST
-from commpress.cli.option_groups import check_picture, meant, sizes_of, some_of
-from commpress.codecs.codec import Codec
-from commpress.codecs.family import NAMES, SignCodec
+from commpress.cli.option_groups import check_picture, meant, sizes_of
+from commpress.codecs.family import NAMES
 from commpress.codecs.registry import codec_named, may_register
 from commpress.codecs.whole_tensors import LowRankCodec
 from commpress.collectives.measured_links import load_links
@@ -29,13 +28,8 @@ from commpress.errors import InvalidArgument, MissingPackage
 from commpress.integrations.trainers.launcher import place
 from commpress.plan.grid import RINGS, MeshDims, dims_of, speeds_of
 from commpress.plan.pair_links import load_pairs
-from commpress.tiered_mem.engines import NAMES as ENGINES
 from commpress.units import parse_bytes, parse_nodes
 
-CODECS: dict[str, Codec] = {
-    "sign": SignCodec(),
-    "sign/row": SignCodec(block=0),
-} | NAMES  # of bench codec
 T = TypeVar("T")
 AUTO = "auto"  # as codec="auto"
 COMPARED = ({"powersgd1", "sign"}, {"plain", AUTO})  # by bench train --check
@@ -43,7 +37,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # ---------------------------------------------------------------- words of one option
 
-contenders, nodes, dims, timed = names, Topology.parse, dims_of, some_of(CODECS)
+contenders, nodes, dims = names, Topology.parse, dims_of
 
 
 def topology(text: str) -> None:
@@ -56,17 +50,6 @@ def row_codec(text: str) -> None:
     codec_named(text).row_bytes(8)
 
 
-def engine(text: str) -> None:
-    _one_of(text, ("auto", *ENGINES), "one of")
-
-
-def _one_of(name: str, known: Collection[str], expected: str) -> None:
-    if name not in known:
-        raise InvalidArgument(
-            f"got {name!r}, expected {expected} {', '.join(known)}{meant(name, known)}"
-        )
-
-
 def variants_of(text: str) -> tuple[str, ...]:
     """Those that ``commpress bench train`` runs."""
     variants = tuple(dict.fromkeys(["compute", *text.split(",")]))
@@ -77,8 +60,10 @@ def variants_of(text: str) -> tuple[str, ...]:
 
 def check_variant(name: str) -> None:
     if not re.fullmatch(r"powersgd[1-9][0-9]{0,3}", name):
-        known = tuple(dict.fromkeys(("compute", "plain", "hook", "bf16", AUTO, *NAMES)))
-        _one_of(name, known, "powersgdN or one of")
+        known = dict.fromkeys(("compute", "plain", "hook", "bf16", AUTO, *NAMES))
+        if name not in known:
+            said = f"got {name!r}, expected powersgdN or one of {', '.join(known)}"
+            raise InvalidArgument(said + meant(name, known))
 
 
 # ---------------------------------------------------------------- options together
@@ -86,12 +71,12 @@ def check_variant(name: str) -> None:
 
 def demo(options: argparse.Namespace) -> None:
     if options.network in ("auto", "hosts"):
-        _hosts(options.ranks)
+        on_hosts(options.ranks)
     if options.out:
         check_picture("out", options.out)
 
 
-def _hosts(ranks: int) -> None:
+def on_hosts(ranks: int) -> None:
     if ranks > MOST:
         raise InvalidArgument(
             f"--ranks is {ranks}, expected at most {MOST} where each has a host of its own"
@@ -132,18 +117,18 @@ def hosts(options: argparse.Namespace, several: object = True) -> None:
         raise InvalidArgument("which command? write it behind --, as in '-- torchrun train.py'")
     if several:
         launchers.check(options.command)
-    _on_path(options.command)
+    on_path(options.command)
 
 
-def _on_path(command: list[str]) -> None:
+def on_path(command: list[str]) -> None:
     beyond = [word for word in command if word != "env" and "=" not in word][:1]
     if beyond and shutil.which(beyond[0]) is None:
         hint = f": python {beyond[0]}" if beyond[0].endswith(".py") else ""
         raise InvalidArgument(f"there is no command {beyond[0]!r} on this machine's PATH{hint}")
 
 
-def _links(options: argparse.Namespace, hosts: object) -> None:
-    if (options.rate or options.delay) and not hosts:
+def links(options: argparse.Namespace) -> None:
+    if (options.rate or options.delay) and not options.hosts:
         raise InvalidArgument("--rate and --delay are of links between hosts: add --hosts")
 
 
@@ -164,7 +149,7 @@ def compare(options: argparse.Namespace) -> None:
             f"--seeds is {options.seeds} and the command has no {{seed}}: all runs would be the "
             "same. Write it where the script takes a seed"
         )
-    _links(options, options.hosts)
+    links(options)
     if options.out != "compare.svg":
         check_picture("out", options.out)
     try:
@@ -175,29 +160,6 @@ def compare(options: argparse.Namespace) -> None:
         raise InvalidArgument(
             f"--pattern is {options.pattern!r}, expected a group (?P<loss>...) around the number"
         )
-
-
-def chaos(options: argparse.Namespace) -> list[fault_schedule.Fault]:
-    """The faults to make."""
-    if not sys.platform.startswith("linux"):
-        raise InvalidArgument(
-            f"chaos needs Linux (process groups that adopt orphans, /proc), this is {sys.platform}"
-        )
-    _on_path(options.command)
-    _links(options, options.hosts)
-    if options.hosts:
-        _hosts(options.ranks + 1)  # one is the launcher's
-    faults = fault_schedule.of(options)
-    if not options.hosts and any(fault.kind == "cut" for fault in faults):
-        raise InvalidArgument("a link can be cut only between hosts: add --hosts, or leave cut out")
-    return faults
-
-
-def bench_codec(options: argparse.Namespace) -> None:
-    if options.check and not (
-        "sign" in (options.codec or "sign").split(",") and {1, 2} <= set(options.threads)
-    ):
-        raise InvalidArgument("--check needs the codec sign on 1 and 2 threads")
 
 
 def bench_allreduce(options: argparse.Namespace) -> None:
@@ -228,12 +190,8 @@ OF_MESH = "pairs dims speeds batch length micro experts experts_per_token"
 
 def plan(options: argparse.Namespace) -> None:
     _model(options)
-    if not options.compute_ms:
-        raise InvalidArgument(
-            "--compute-ms is missing: what one rank takes for a step without communication"
-        )
     if options.mesh:
-        _unused(options, "--mesh", "gradients cores plot")
+        _unused(options, "--mesh", "gradients cores")
         if options.memory.keys() - {"device"}:
             raise InvalidArgument(
                 f"--memory has {', '.join(options.memory)}: grids keep all on the device, expected "
@@ -295,16 +253,9 @@ def simulate(options: argparse.Namespace) -> None:
     cluster = _cluster(options)
     if len(cluster.nodes) == cluster.size:
         _unused(options, "nodes of one rank", "layered")
-    if options.plot and not options.scaling:
-        raise InvalidArgument("--plot draws times against ranks: give --scaling, too")
     if trains(options):
         _unused(options, "a training step", "bytes")
         _model(options)
-        if not options.compute_ms:
-            raise InvalidArgument(
-                "a training step needs --compute-ms: what one rank takes for it without "
-                "communication"
-            )
     else:
         _unused(options, "an all-reduce without a model", "compute_ms")
     if parse_bytes(options.bytes) < 4:
@@ -332,6 +283,10 @@ def _model(options: argparse.Namespace) -> None:
         )
     if options.config and find_spec("transformers") is None:
         raise MissingPackage("--config needs transformers: pip install 'commpress[hf]'")
+    if not options.compute_ms:
+        raise InvalidArgument(
+            "--compute-ms is missing: what one rank takes for a step without communication"
+        )
 
 
 def _cluster(options: argparse.Namespace) -> Topology:
@@ -342,10 +297,6 @@ def _cluster(options: argparse.Namespace) -> Topology:
     else:
         count, ranks = parse_nodes(options.nodes)
         found = Topology.of(*[ranks] * min(count, MOST_RANKS + 1))
-    several(found.size)
-    return found
-
-
-def several(ranks: int) -> None:
-    if ranks < 2:
+    if found.size < 2:
         raise InvalidArgument("a cluster of one rank sends nothing: give --nodes with at least two")
+    return found

@@ -3,10 +3,9 @@ ranks."""
 
 import argparse
 from dataclasses import dataclass, replace
-from functools import partial
 from time import perf_counter
 
-from commpress.cli import cluster_options, harness
+from commpress.cli import cluster_options, harness, terminal
 from commpress.cli.refusals import simulated_ways, trains
 from commpress.plan.cluster import Cluster
 from commpress.plan.costs import Costs
@@ -37,13 +36,9 @@ def run(options: argparse.Namespace) -> int:
     clusters = [replace(cluster, count=nodes) for nodes in sizes]
     costs, start = cluster_options.costs_of(options), perf_counter()
     rows = [row for one in clusters if one.size > 1 for row in table(one, costs, options, model)]
-    print(harness.table(list(map(cells, rows))))
+    print(terminal.table(list(map(cells, rows))))
     print(f"simulated in {perf_counter() - start:.1f} s")
-    what = f"all-reduce of {options.bytes}"
-    if model is not None:
-        what = f"step of a model of {model.numel / 1e6:.4g} M parameters"
-    title = f"Simulated {what}, links {options.links or options.link or '1gbit,100us'}"
-    return harness.deliver(options, rows, draw=partial(draw, title=title))
+    return harness.deliver(options, rows)
 
 
 def table(
@@ -88,29 +83,3 @@ def cells(row: Row) -> dict[str, str]:
         "MB out of node": f"{row.between_bytes / 1e6:.3f}",
         "against plain": f"{row.plain_seconds / row.seconds:.2f}x",
     }
-
-
-def draw(path: str, rows: list[Row], *, title: str) -> None:
-    """Time, and what is gained, against ranks."""
-    from commpress.cli import charts
-
-    sizes = sorted({row.ranks for row in rows})
-    ways = list(dict.fromkeys(row.way for row in rows))
-    flat = [way for way in ways if LEVELS not in way]
-    with charts.chart(path, title, panels=2) as (times, gains):
-        for way in ways:
-            mine = [row for row in rows if row.way == way]
-            look = charts.curve(flat.index(way.removesuffix(LEVELS)))
-            look["linestyle"] = "--" if LEVELS in way else "-"
-            look["label"] = way.replace(LEVELS, ", two levels")
-            at = [row.ranks for row in mine]
-            times.plot(at, [1e3 * row.seconds for row in mine], **look)
-            gains.plot(at, [row.plain_seconds / row.seconds for row in mine], **look)
-        for panel in (times, gains):
-            panel.set_xscale("log", base=2)
-            panel.set_xticks(sizes, [str(n) for n in sizes])
-            panel.minorticks_off()
-            panel.set_xlabel("ranks")
-        charts.logarithmic(times)
-        times.set_ylabel("time, ms")
-        gains.set(ylabel="times faster than plain", ylim=(0, None))

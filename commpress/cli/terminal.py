@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
@@ -40,24 +40,19 @@ def bar(share: float, width: int = WIDE) -> str:
 # ---------------------------------------------------------------- tables
 
 
-def render(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, best: Collection[int] = ()
-) -> str:
-    """A table, its first column flush left; ``best``: rows that stand out."""
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = [line(row, widths) for row in rows]
-    shown = [styled(text, "green") if i in best else text for i, text in enumerate(lines)]
-    return "\n".join([line(head, widths), *shown])
+def table(rows: Sequence[Mapping[str, str]], *, best: int = -1) -> str:
+    """Rows that name their columns, the first flush left; ``best``: the row that stands out."""
+    every = [list(rows[0]), *(list(row.values()) for row in rows)] if rows else []
+    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+    lines = [line(row, widths) for row in every]
+    return "\n".join(
+        styled(text, "green") if i == best + 1 > 0 else text for i, text in enumerate(lines)
+    )
 
 
 def line(cells: Sequence[str], widths: Sequence[int]) -> str:
     first, *rest = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
     return "  ".join([first.strip().ljust(widths[0]), *rest]).rstrip()
-
-
-def table(rows: Sequence[Mapping[str, str]], *, best: Collection[int] = ()) -> str:
-    """Rows that name their columns."""
-    return render(list(rows[0]), [list(row.values()) for row in rows], best=best) if rows else ""
 
 
 class Table:
@@ -82,9 +77,10 @@ class Table:
 def wrapped(text: str, indent: str = "") -> str:
     """A paragraph within 100 columns, or those of a narrower terminal."""
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
-    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
-    wrapper.initial_indent = wrapper.subsequent_indent = indent
-    return wrapper.fill(text)
+    filled = textwrap.fill(
+        text, width - len(indent), break_long_words=False, break_on_hyphens=False
+    )
+    return textwrap.indent(filled, indent)
 
 
 def say(text: str) -> None:
@@ -102,7 +98,7 @@ def picture(path: str, draw: Callable[[str], object]) -> None:
 
 
 def write_json(path: str, content: Any) -> None:
-    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+    Path(path).write_text(json.dumps(content, indent=1, default=str) + "\n")
 
 
 # ---------------------------------------------------------------- what is under way

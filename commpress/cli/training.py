@@ -48,15 +48,8 @@ class Load:
 
 
 def load_of(options: argparse.Namespace, *, seed: int = 0) -> Load:
-    return Load(
-        options.rounds,
-        options.steps,
-        options.width,
-        options.layers,
-        options.length,
-        options.batch,
-        seed,
-    )
+    names = ("rounds", "steps", "width", "layers", "length", "batch")
+    return Load(**{name: getattr(options, name) for name in names}, seed=seed)
 
 
 class Trainee:

@@ -89,17 +89,14 @@ def _table(
     costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Both as [layers, options]."""
-    shapes = {len(row) for row in (*costs, *errors)}
-    if len(costs) != len(errors) or len(shapes) != 1 or 0 in shapes:
-        raise InvalidArgument(
-            f"{len(costs)} layers have costs and {len(errors)} errors, of {sorted(shapes)} "
-            "options: expected as many of each, and some"
-        )
     cost, error = np.array(costs, float), np.array(errors, float)
-    if not (np.isfinite(cost).all() and np.isfinite(error).all() and (error >= 0).all()):
+    if cost.shape != error.shape or not cost.size or not np.isfinite(cost + error).all():
         raise InvalidArgument(
-            "costs and errors must be finite, errors not negative: leave out gradients with NaN"
+            f"costs of {cost.shape} and errors of {error.shape} layers and options: expected as "
+            "many of each, and some, all finite: leave out gradients with NaN"
         )
+    if error.min() < 0:
+        raise InvalidArgument(f"an error is {error.min():g}, expected none below 0")
     return cost, error
 
 

@@ -7,7 +7,7 @@ each keeps for n parameters in float32; activations are not in it.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -69,14 +69,6 @@ class Candidate:
     local: bool = False  # updates: ranks differ between rounds, and learn something else
 
 
-class Timed(Protocol):
-    @property
-    def seconds(self) -> float: ...
-
-
-S = TypeVar("S", bound=Timed)
-
-
 def candidates(scenario: Scenario, ways: Sequence[str] = WAYS) -> list[Candidate]:
     """All of them, the fastest first; those that do not fit their memory last."""
     found = [*_ddp(scenario, ways), *_local(scenario)]
@@ -98,10 +90,11 @@ def recommended(found: Sequence[Candidate], ways: Sequence[str] = CHOSEN) -> Can
             "candidates"
         )
     able.sort(key=lambda c: (order[c.codec], c.seconds))
-    return finest_near(able, lambda c: c.codec == PLAIN)
+    best: Candidate = finest_near(able, lambda c: c.codec == PLAIN)
+    return best
 
 
-def finest_near(found: Sequence[S], exact: Callable[[S], bool]) -> S:
+def finest_near(found: Sequence[Any], exact: Callable[[Any], bool]) -> Any:
     """The first, of the finest to the coarsest, within ``MARGIN`` of the fastest, or ``AT_ALL`` if
     it is exact."""
     least = min(step.seconds for step in found)

@@ -27,10 +27,6 @@ class Node:
     # some
     burst: float = 0.0
 
-    def __post_init__(self) -> None:
-        if self.ranks < 1 or min(self.nic, self.inside, self.cores) <= 0 or self.burst < 0:
-            raise InvalidArgument(f"a node is {self}: ranks, rates and cores must be positive")
-
 
 @dataclass(frozen=True)
 class Cluster:
@@ -60,10 +56,6 @@ class Cluster:
     uneven: float = 1.0
     # > 0: all nodes lie on one machine and share its cores (network namespaces)
     machine_cores: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise InvalidArgument(f"a cluster of {self.count} nodes, expected at least one")
 
     def row_seconds(self, nbytes: float) -> float:
         """Seconds of a core at each end of a message of so many bytes, besides

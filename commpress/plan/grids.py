@@ -17,6 +17,7 @@ pipeline the last backward hides what it can of that. Transfers of one kind begi
 ranks (``PairLinks.seconds``), computing does not wait for a pipeline's transfers.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -62,12 +63,10 @@ class Numel(NamedTuple):
 
     @classmethod
     def of(cls, shapes: Sequence[Shape]) -> "Numel":
-        expert = [shape for shape in shapes if "expert" in shape.name]
-        other = [shape for shape in shapes if "expert" not in shape.name]
-        flat = sum(shape.numel for shape in other if len(shape.sizes) < 2)
-        return cls(
-            sum(shape.numel for shape in other) - flat, flat, sum(shape.numel for shape in expert)
-        )
+        found = [0, 0, 0]
+        for shape in shapes:
+            found[2 if "expert" in shape.name else len(shape.sizes) < 2] += shape.numel
+        return cls(*found)
 
     @property
     def whole(self) -> int:
@@ -101,9 +100,6 @@ class MeshWork:
     experts: int = 0  # of a block, all ranks together; 0: many
 
     def __post_init__(self) -> None:
-        for name in ("width", "batch", "length", "micro", "interleave", "experts_per_token"):
-            if getattr(self, name) < 1:
-                raise InvalidArgument(f"{name} is {getattr(self, name)}, expected at least 1")
         if not self.blocks:
             raise InvalidArgument(
                 "the model has no numbered blocks: names such as blocks.0.weight say what stages "
@@ -130,15 +126,13 @@ class MeshWork:
         first: list[Shape] = []
         last: list[Shape] = []
         for shape in model.shapes:
-            parts = shape.name.split(".")
-            at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-            if at is not None:
-                numbered.setdefault(".".join(parts[: at + 1]), []).append(shape)
-            else:
-                (last if numbered else first).append(shape)
+            block = re.match(r"(.+?\.)??\d+(?![^.])", shape.name)
+            (numbered.setdefault(block[0], []) if block else last if numbered else first).append(
+                shape
+            )
         inside = [shape for shapes in numbered.values() for shape in shapes]
-        flat = [s for s in inside if len(s.sizes) == 1] or inside
-        width = Counter(shape.sizes[-1] for shape in flat).most_common(1)[0][0] if flat else 1
+        flat = [s for s in inside if len(s.sizes) == 1] or inside or model.shapes
+        width = Counter(shape.sizes[-1] for shape in flat).most_common(1)[0][0]
         return cls(
             Numel.of(first),
             tuple(map(Numel.of, numbered.values())),
@@ -196,9 +190,7 @@ class MeshStep:
         """Dimensions of the mesh that ``compress`` takes: ranks that average the same gradients are
         one."""
         pp, dp, ep, sp, tp = self.grid
-        return {
-            name: n for name, n in {"pp": pp, "dp": dp * ep * sp, "tp": tp}.items() if n > 1
-        } or {"dp": 1}
+        return several({"pp": pp, "dp": dp * ep * sp, "tp": tp})
 
     @property
     def call(self) -> str:
@@ -244,12 +236,14 @@ class MeshStep:
 
 def device_mesh(sizes: Mapping[str, int]) -> str:
     """The call that makes a ``DeviceMesh`` of these dimensions; axes of one rank are left out."""
-    kept = {name: n for name, n in sizes.items() if n > 1} or {"dp": 1}
-    shape, names = ", ".join(map(str, kept.values())), ", ".join(f'"{name}"' for name in kept)
-    return (
-        f'DeviceMesh("cpu", ranks.view({shape}), '
-        f"mesh_dim_names=({names}{',' if len(kept) == 1 else ''}))"
-    )
+    kept = several(sizes)
+    shape, names = ", ".join(map(str, kept.values())), str(tuple(kept)).replace("'", '"')
+    return f'DeviceMesh("cpu", ranks.view({shape}), mesh_dim_names={names})'
+
+
+def several(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The dimensions of more than one rank, or one of all."""
+    return {name: n for name, n in sizes.items() if n > 1} or {"dp": 1}
 
 
 def every_grid(size: int, work: MeshWork) -> list[Grid]:
@@ -355,15 +349,18 @@ class _Prediction:
 
     def __post_init__(self) -> None:
         grid, work = self.grid, self.work
-        replicas = grid.dp * grid.ep
         # [stage, replica]
-        self.speeds = self.speed[self.order].reshape(grid.pp, replicas, -1).min(axis=2)
+        self.speeds = self.speed[self.order].reshape(grid.pp, grid.dp * grid.ep, -1).min(axis=2)
         self.layers = tuple(stages(work.costs, self.speeds.min(axis=1).tolist()))
         self.ranges = list(pairwise(np.cumsum([0, *self.layers]).tolist()))
+        sparse = [sum(block.experts > 0 for block in work.blocks[a:b]) for a, b in self.ranges]
+        self.blocks = {"tp": self.layers, "sp": self.layers, "ep": sparse}  # that send, by stage
         # micro-batches
         self.counts = shares(work.batch // work.micro, self.speeds.min(axis=0).tolist(), least=1)
         self.turns = max(self.counts)
         self.tokens = work.micro * work.length / grid.sp  # of a micro-batch on a rank
+        self.activation = self.tokens * work.width * work.element  # bytes
+        self.held = [self._elements(stage) for stage in range(grid.pp)]
         self.sent: dict[str, float] = dict.fromkeys(AXES, 0.0)
         self.leaving = 0.0
 
@@ -371,16 +368,14 @@ class _Prediction:
         work, grid = self.work, self.grid
         usual = work.batch / len(self.counts) / work.micro
         share = np.array([sum(work.costs[a:b]) for a, b in self.ranges]) / sum(work.costs)
-        units = share * grid.pp / usual
-        per_block = {"tp": self._tp(), "sp": self._sp(), "ep": self._ep()}
+        per_block = self._rings() | {"ep": self._experts()}
         # [forward and backward, stage]: seconds of a micro-batch beside computing
-        beside = sum(
-            np.outer(both, self._blocks(axis)) for axis, both in per_block.items()
-        ) + np.zeros((2, grid.pp))
+        each = (np.outer(both, self.blocks[axis]) for axis, both in per_block.items())
+        beside = sum(each, np.zeros((2, grid.pp)))
         edges = self._edges()
-        most, bare = 0.0, 0.0
+        most = 0.0
         for speed, count in zip(self.speeds.T, self.counts, strict=True):
-            own = np.stack([units * work.forward / speed, units * work.backward / speed])
+            own = np.outer((work.forward, work.backward), share * grid.pp / usual) / speed
             took = self._pipeline(own + beside, edges, count)
             if took > most:
                 most, bare = took, self._pipeline(own + beside, [0.0] * len(edges), count)
@@ -388,13 +383,12 @@ class _Prediction:
         busiest = int(np.argmax(alone + self.turns * beside.sum(axis=0)))
         parts = {"compute": float(alone[busiest])}
         for axis, both in per_block.items():
-            parts[axis] = self.turns * self._blocks(axis)[busiest] * sum(both)
+            parts[axis] = self.turns * self.blocks[axis][busiest] * sum(both)
         parts["bubble"] = max(bare - sum(parts.values()), 0.0)
         parts["pp"] = most - bare
         parts["dp"] = self._gradients(window if grid.pp == 1 else 0.0)
         numel = max(sum(n.whole for n in (work.first, *work.blocks, work.last)), 1)
-        held = [sum(self._elements(stage)) for stage in range(grid.pp)]
-        parts["compute"] += work.optimizer * max(held) / numel
+        parts["compute"] += work.optimizer * max(map(sum, self.held)) / numel
         return MeshStep(
             grid,
             self.dims,
@@ -403,7 +397,7 @@ class _Prediction:
             parts,
             self.sent,
             self.leaving,
-            max(self._memory(stage, numel) for stage, numel in enumerate(held)),
+            max(map(self._memory, range(grid.pp))),
             self.layers,
             tuple(count * work.micro for count in self.counts),
             limit,
@@ -416,34 +410,36 @@ class _Prediction:
         steady = count * float(passes.sum(axis=0).max())
         return steady + max(took - steady, 0.0) / self.work.interleave
 
-    def _blocks(self, axis: str) -> list[int]:
-        """Blocks of each stage that have traffic of this axis."""
-        stages = [self.work.blocks[a:b] for a, b in self.ranges]
-        return [sum(axis != "ep" or bool(block.experts) for block in blocks) for blocks in stages]
+    def _sends(
+        self, axis: str, source: np.ndarray, sink: np.ndarray, nbytes: Any, times: float
+    ) -> float:
+        """Seconds of transfers that begin at once; counts their bytes, so many times a step."""
+        nbytes = np.broadcast_to(nbytes, len(source))
+        self.sent[axis] += float(np.bincount(source, nbytes).max()) * times
+        self.leaving += self.links.leaving(source, sink, nbytes) * times
+        return self.links.seconds(source, sink, nbytes)
 
     # ----------------------------------- traffic of a micro-batch: (forward, backward) of one block
 
-    def _tp(self) -> tuple[float, float]:
-        turns = 2 * (self.grid.tp - 1)
-        nbytes = self.tokens * self.work.width * self.work.element / self.grid.tp
-        took = 2 * turns * self._passes("tp", nbytes, 4 * turns)
-        return took, took
+    def _rings(self) -> dict[str, tuple[float, float]]:
+        """Passes to the next of a group: activations of tensor, keys and values of sequence
+        parallelism."""
+        found, blocks = {}, self.turns * max(self.layers)
+        for axis, turns, size, forward, backward in (
+            ("tp", 2 * (self.grid.tp - 1), 1, 2, 2),
+            ("sp", self.grid.sp - 1, 2, 1, 2),
+        ):
+            groups, took = self.grid.groups(self.order, axis), 0.0
+            if turns:
+                ends = groups.ravel(), np.roll(groups, -1, 1).ravel()
+                nbytes = size * self.activation / self.grid.tp
+                took = turns * self._sends(
+                    axis, *ends, nbytes, (forward + backward) * turns * blocks
+                )
+            found[axis] = forward * took, backward * took
+        return found
 
-    def _sp(self) -> tuple[float, float]:
-        turns = self.grid.sp - 1
-        nbytes = 2 * self.tokens * self.work.width / self.grid.tp * self.work.element
-        took = turns * self._passes("sp", nbytes, 3 * turns)
-        return took, 2 * took
-
-    def _passes(self, axis: str, nbytes: float, times: int) -> float:
-        """Seconds of passing this to the next of the group, which each block does ``times``."""
-        groups = self.grid.groups(self.order, axis)
-        if groups.shape[1] == 1:
-            return 0.0
-        times *= self.turns * max(self.layers)
-        return self._sends(axis, groups.ravel(), np.roll(groups, -1, 1).ravel(), nbytes, times)
-
-    def _ep(self) -> tuple[float, float]:
+    def _experts(self) -> tuple[float, float]:
         if self.grid.ep == 1:
             return 0.0, 0.0
         work = self.work
@@ -463,9 +459,7 @@ class _Prediction:
         passes = [[way.forward for way in ways], [way.backward for way in ways]]
         every = [hop for each in passes for hops in each for hop in hops]
         source, sink, nbytes = (np.concatenate(column) for column in zip(*every, strict=True))
-        times = self.turns * max(self._blocks("ep"))
-        self.sent["ep"] += float(np.bincount(source, nbytes).max()) * times
-        self.leaving += self.links.leaving(source, sink, nbytes) * times
+        self._sends("ep", source, sink, nbytes, self.turns * max(self.blocks["ep"]))
         coded = ways[0].coded(self.costs)
         there, back = (hop_seconds(each, self.links) + coded for each in passes)
         return there, back
@@ -488,60 +482,46 @@ class _Prediction:
     def _gradients(self, window: float) -> float:
         """Exposed seconds of averaging what ranks hold alike."""
         took, nbytes = 0.0, 0.0
-        for which, axes in enumerate((("dp", "ep", "sp"), ("dp", "sp"))):
+        alike = zip((("dp", "ep", "sp"), ("dp", "sp")), zip(*self.held, strict=True), strict=True)
+        for axes, numel in alike:
             # pp is outermost, so groups lie in the order of stages
             groups = self.grid.groups(self.order, *axes)
-            numel = [self._elements(stage)[which] for stage in range(self.grid.pp)]
             if max(numel) and groups.shape[1] > 1:
                 took += self._reduced(groups, numel)
                 nbytes += self.work.element * max(numel)
         last = took / max(nbytes / BUCKETS, 1.0)  # of the last bucket, when backward is done
         return max(took - window, min(last, took))
 
-    def _reduced(self, groups: np.ndarray, numel: list[float]) -> float:
-        codec, most = codec_named(self.dims.dp), max(numel)
-        n, each = groups.shape[1], len(groups) // self.grid.pp
+    def _reduced(self, groups: np.ndarray, numel: Sequence[float]) -> float:
+        """Every member sends a row to every other of its group, and gets the means back."""
+        codec, n = codec_named(self.dims.dp), groups.shape[1]
         rows = [_row(codec, k, n, self.work.element) for k in numel]
-        source, sink = _all_to_all(groups)
-        self._sends("dp", source, sink, max(rows), 2 * (n - 1), flows=n - 1)
-        took = 2 * self.links.seconds(source, sink, np.repeat(rows, each * n * (n - 1)))
+        a, b = np.nonzero(~np.eye(n, dtype=bool))
+        source, sink = groups[:, a].ravel(), groups[:, b].ravel()
+        self._sends("dp", source, sink, max(rows), 2)
+        took = 2 * self.links.seconds(source, sink, np.repeat(rows, len(source) // len(rows)))
         if codec.lossless:
             return took
         cost = self.costs.of(codec.kind)
-        return took + most * (cost.encode + cost.add + cost.encode / n + cost.decode)
-
-    def _sends(
-        self,
-        axis: str,
-        source: np.ndarray,
-        sink: np.ndarray,
-        nbytes: float,
-        times: float,
-        *,
-        flows: int = 1,
-    ) -> float:
-        """Seconds of transfers that begin at once; counts their bytes, so many times a step, of
-        ``flows`` from each rank."""
-        self.sent[axis] += nbytes * times
-        self.leaving += self.links.leaving(source, sink, nbytes) * times / flows
-        return self.links.seconds(source, sink, nbytes)
+        return took + max(numel) * (cost.encode + cost.add + cost.encode / n + cost.decode)
 
     # ------------------------------------------------------------ memory
 
     def _elements(self, stage: int) -> tuple[float, float]:
+        """Of this stage: those that all data-parallel ranks have, and those of experts."""
         a, b = self.ranges[stage]
         every = [*self.work.blocks[a:b]]
         every += [self.work.first] * (stage == 0) + [self.work.last] * (stage == self.grid.pp - 1)
         alike, experts = zip(*(numel.on_a_rank(self.grid) for numel in every), strict=True)
         return sum(alike), sum(experts)
 
-    def _memory(self, stage: int, numel: float) -> float:
+    def _memory(self, stage: int) -> float:
         """State and what compression keeps; activations of the micro-batches that are under way on
         this stage."""
         work, grid = self.work, self.grid
-        whole, divided = work.kept
+        numel, (whole, divided) = sum(self.held[stage]), work.kept
         under_way = self.layers[stage] * min(grid.pp - stage, self.turns)
-        each = self.tokens * work.width * work.element * (whole + divided / grid.tp)
+        each = self.activation * (whole + divided / grid.tp)
         largest = 4 * work.largest / grid.tp
         return (
             STATE * numel
@@ -567,10 +547,3 @@ class _Prediction:
 def _row(codec: Codec, numel: float, rows: int, element: int) -> float:
     """Bytes of one of so many rows of these elements."""
     return element * numel / rows if codec.lossless else codec.row_bytes(-(-int(numel) // rows))
-
-
-def _all_to_all(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Every member to every other of its group."""
-    n = groups.shape[1]
-    a, b = np.nonzero(~np.eye(n, dtype=bool))
-    return groups[:, a].ravel(), groups[:, b].ravel()

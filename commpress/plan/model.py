@@ -9,7 +9,6 @@ import torch
 
 from commpress.collectives.buckets import Span
 from commpress.collectives.exchange import Tensors
-from commpress.errors import InvalidArgument
 
 FIRST_BUCKET = 1 << 20  # bytes: DDP closes the first one early, so that communication begins
 
@@ -90,8 +89,6 @@ def bucket_of(shapes: Sequence[Shape]) -> ModelBucket:
 
 def transformer(parameters: int) -> Model:
     """About so many parameters, in the shape of a transformer: what a count alone can stand for."""
-    if parameters < 1000:
-        raise InvalidArgument(f"parameters are {parameters}, expected at least 1000")
     vocabulary, length = 30_000 if parameters > 50_000_000 else 256, 512
     layers = max(round((parameters / 1e8) ** 0.37 * 12), 2)
     width = 8

@@ -7,7 +7,7 @@ simulated. Payloads are never touched.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,22 +23,17 @@ from commpress.work import Work
 INSIDE, OUTSIDE = 0, 1  # places of a peer: in the node or not
 
 
-class Wire(NamedTuple):
-    """Figures of a library's messages, in place of the cluster's."""
-
-    latency: float
-    busy: float  # the same while the receivers compute
-    byte: float | None  # seconds of a core for each byte at each end; None: the cluster's
-    message: float | None  # seconds of the sending thread for each message; None: the cluster's
-
-
 class Flow(NamedTuple):
     """Bytes from a rank to all its peers in one place; as many come from there."""
 
     place: int
     nbytes: float
     messages: float
-    wire: Wire | None = None
+    latency: float
+    busy: float  # the same, at least, where the receivers find no core idle
+    post: float  # seconds of the sending thread
+    cost: float  # of a core at each end, for the bytes
+    library: bool = False  # whose messages are late where the receivers compute
 
 
 @dataclass(eq=False)
@@ -51,15 +46,6 @@ class Posted:
 
     def wait(self) -> None:
         self.waits.append(self)
-
-    def seconds(self, usual: float) -> float:
-        """Seconds that a thread pays for its messages, ``usual`` for each that has no figure of its
-        own."""
-        return sum(
-            flow.messages
-            * (usual if flow.wire is None or flow.wire.message is None else flow.wire.message)
-            for flow in self.flows
-        )
 
 
 @dataclass
@@ -86,30 +72,40 @@ class SizedTransport:
         self._places: list[int] = places.astype(int).tolist()
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        return self._uniform(out, inp[0])
-
-    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        return self._uniform(out, inp[0])
-
-    def _uniform(self, out: torch.Tensor, row: torch.Tensor) -> Work:
-        out[:, :HEADER] = row[:HEADER]
+        out[:, :HEADER] = inp[0, :HEADER]
         peers = sorted(Counter(self._places[1:]).items())
-        return self._post([Flow(place, count * len(row), count) for place, count in peers])
+        return self._post((place, inp.shape[1], count) for place, count in peers)
+
+    all_gather = all_to_all
 
     def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
         for r in out.payloads:
             out.headers[r] = wanted[r]
         return self._post(
-            [
-                Flow(self._places[r], HEADER + payload.numel(), 1)
-                for r, payload in inp.payloads.items()
-                if r != self.rank
-            ]
+            (self._places[r], HEADER + payload.numel(), 1)
+            for r, payload in inp.payloads.items()
+            if r != self.rank
         )
 
-    def _post(self, flows: list[Flow]) -> Work:
-        self.network.kernels.seconds += self.network.cluster.post_seconds
-        return self.network.post(flows)
+    def _post(self, rows: Iterable[tuple[int, int, int]]) -> Work:
+        """Rows of so many bytes to so many peers in a place."""
+        cluster = self.network.cluster
+        self.network.kernels.seconds += cluster.post_seconds
+        late = cluster.inside_latency, cluster.latency
+        return self.network.post(
+            [
+                Flow(
+                    place,
+                    count * nbytes,
+                    count,
+                    late[place],
+                    cluster.busy_latency,
+                    count * cluster.message_seconds,
+                    count * cluster.row_seconds(nbytes),
+                )
+                for place, nbytes, count in rows
+            ]
+        )
 
     def abandon(self, reason: str) -> None:
         """Nothing can be damaged here."""
@@ -129,8 +125,9 @@ class Network:
         self.script: list[tuple[float, Posted]] = []
         self.waits: list[Posted] = []
         self.computing = False  # forward or backward
-        self.inside = TokenBucket(self.clock, node.inside)
-        self.out, self.into = (TokenBucket(self.clock, node.nic, node.burst) for _ in range(2))
+        inside = TokenBucket(self.clock, node.inside)
+        out, into = (TokenBucket(self.clock, node.nic, node.burst) for _ in range(2))
+        self.lines = {INSIDE: (inside,), OUTSIDE: (out, into)}
         self.cores = Cores(self.clock, cluster.machine_cores or node.cores)
         self.sharing = cluster.size if cluster.machine_cores else node.ranks  # ranks, of the cores
 
@@ -150,29 +147,20 @@ class Network:
     def _send(self, flow: Flow) -> list[Signal]:
         """Put the bytes on their way; the signals say that the sender is rid of them and that as
         many have come, a latency later."""
-        cluster, traffic, wire = self.cluster, self.traffic, flow.wire
+        traffic = self.traffic
         traffic.messages += flow.messages
         traffic.nbytes += flow.nbytes
-        whole = flow.nbytes * cluster.node.ranks  # of the node's ranks, over its line
-        if flow.place == INSIDE:
-            latency, last = cluster.inside_latency, self.inside.carry(whole)
-        else:
-            traffic.between += flow.nbytes
-            latency, last = cluster.latency, max(self.out.carry(whole), self.into.carry(whole))
-        if wire is not None and wire.byte is not None:
-            cost = flow.nbytes * wire.byte
-        else:
-            cost = flow.messages * cluster.row_seconds(flow.nbytes / flow.messages)
+        traffic.between += flow.nbytes * flow.place
+        whole = flow.nbytes * self.cluster.node.ranks  # of the node's ranks, over its line
+        last = max(line.carry(whole) for line in self.lines[flow.place])
         gone, arrived = Signal(), Signal()
 
         def arrive() -> None:
-            if wire is not None:
-                waits = max(wire.latency, wire.busy if self.computing else 0.0)
-            else:
-                waits = max(latency, cluster.busy_latency if self.cores.taken else 0.0)
+            busy = self.computing if flow.library else self.cores.taken
+            waits = max(flow.latency, flow.busy * busy)
             self.clock.at(self.clock.now + waits, arrived.fire)
 
-        ends = [self.compute(cost) for _ in range(2)]  # at either end
+        ends = [self.compute(flow.cost) for _ in range(2)]  # at either end
         self.clock.at(last, gone.fire)
         when_all([gone, *ends], arrive)
         return [gone, arrived]
@@ -186,7 +174,7 @@ class Network:
         # who computes fills what would stay idle
         slower = 1.0 if self.computing else self.cluster.uneven
         for seconds, posted in posts:
-            yield self.compute(seconds * slower + posted.seconds(self.cluster.message_seconds))
+            yield self.compute(seconds * slower + sum(flow.post for flow in posted.flows))
             sent = [signal for flow in posted.flows for signal in self._send(flow)]
             when_all(sent, posted.done.fire)
         yield self.compute(rest * slower)

@@ -1,10 +1,10 @@
 """Links between every two ranks: what each carries alone, and what the line of a node carries for
 all its ranks at once."""
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,8 @@ class PairLinks:
     bandwidth: np.ndarray
 
     def __post_init__(self) -> None:
-        sites = int(self.site.max()) + 1
-        for name in ("latency", "bandwidth"):
-            table = getattr(self, name)
-            if table.shape != (sites, sites) or not (table > 0).all():
-                raise InvalidArgument(
-                    f"{name} of links is not positive for every two of {sites} sites: measure "
-                    "every pair"
-                )
+        if not (self.latency > 0).all():
+            raise InvalidArgument("not every two sites have a link: measure every pair")
 
     @property
     def size(self) -> int:
@@ -119,20 +113,16 @@ class PairLinks:
             home[list(node)] = number
         latency, bandwidth = np.zeros((size, size)), np.zeros((size, size))
         for row in rows:
-            try:
-                a, b = operator.index(row["first"]), operator.index(row["second"])
-                figures = np.array([row["latency"], row["bandwidth"]], float)
-                known = min(a, b) >= 0 and max(a, b) < size
-                known = known and bool(np.isfinite(figures).all() and (figures > 0).all())
-            except (TypeError, KeyError, ValueError):
-                known = False
-            if not known:
+            found: Any = row if isinstance(row, dict) else {}
+            a, b, late, rate = map(found.get, ("first", "second", "latency", "bandwidth"))
+            known = all(type(rank) is int and 0 <= rank < size for rank in (a, b))
+            if not known or not all(type(n) in (int, float) and 0 < n < inf for n in (late, rate)):
                 raise InvalidArgument(
                     f"a measured pair is {row!r}, expected ranks below {size}, latency and "
                     "bandwidth above 0"
                 )
-            latency[a, b] = latency[b, a] = figures[0] / 2  # from a barrier on: there and back
-            bandwidth[a, b] = bandwidth[b, a] = figures[1]
+            latency[a, b] = latency[b, a] = late / 2  # from a barrier on: there and back
+            bandwidth[a, b] = bandwidth[b, a] = rate
         np.fill_diagonal(latency, 1e-9)
         np.fill_diagonal(bandwidth, 1e18)
         return cls(np.arange(size), home, latency, bandwidth)

@@ -9,7 +9,7 @@ sends abroad and one receives; a rank counts as the mean of its node.
 
 from collections import deque
 
-from commpress.plan.network import INSIDE, OUTSIDE, Flow, Network, Wire
+from commpress.plan.network import INSIDE, OUTSIDE, Flow, Network
 from commpress.work import Steps, Work
 
 PART = 1 << 20  # bytes of the longest part
@@ -37,17 +37,23 @@ def ring_allreduce(
     posts = int(min(parts, POSTS))
     each = parts / posts
     usual = cluster.inside_latency if cluster.count == 1 else cluster.latency
-    latency = cluster.ring_latency or usual
-    wire = Wire(
-        each * latency,
-        each * cluster.ring_busy_latency,
-        byte,
-        cluster.ring_message if cluster.ring_latency else None,
-    )
+    message = cluster.ring_message if cluster.ring_latency else cluster.message_seconds
     abroad = 1 / ranks if cluster.count > 1 else 0.0  # of its chunks, of a node's ranks on average
-    places = [(INSIDE, 1 - abroad), (OUTSIDE, abroad)]
+    sent = chunks * chunk / posts
+    places = ((INSIDE, (1 - abroad) * sent), (OUTSIDE, abroad * sent))
     flows = [
-        Flow(place, share * chunks * chunk / posts, each, wire) for place, share in places if share
+        Flow(
+            place,
+            nbytes,
+            each,
+            each * (cluster.ring_latency or usual),
+            each * cluster.ring_busy_latency,
+            each * message,
+            each * cluster.row_seconds(nbytes / each) if byte is None else byte * nbytes,
+            library=True,
+        )
+        for place, nbytes in places
+        if nbytes
     ]
     for summed in (arithmetic / posts, 0.0):
         under_way: deque[Work] = deque()

@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,11 +32,15 @@ LONG = 4096  # bytes from which on what torch itself copies and adds is charged 
 ALONE = 0  # limit of jobs under way at once: each has a thread of its own, as in a library
 
 
-class Job(NamedTuple):
-    """Steps of one collective, and how often they wait, where that is known beforehand."""
+@dataclass(eq=False)
+class Job:
+    """Steps of one collective, and how often they still wait, where that is known beforehand."""
 
     steps: Steps[Any]
-    waits: int | None = None
+    left: int | None = None
+    ready: Signal = field(default_factory=Signal)
+    done: Signal = field(default_factory=Signal)
+    waits: list[Signal] = field(default_factory=list)  # of its present wait
 
 
 Build = Callable[[SizedTransport, Workspace, torch.Tensor], Sequence[Job]]
@@ -124,31 +128,20 @@ def compute_seconds(cluster: Cluster, costs: Costs, training: Training) -> float
     return network.clock.run()
 
 
-@dataclass(eq=False)
-class _Running:
-    """A job on one rank."""
-
-    steps: Steps[Any]
-    left: int | None  # waits to come
-    ready: Signal = field(default_factory=Signal)
-    done: Signal = field(default_factory=Signal)
-    waits: list[Signal] = field(default_factory=list)  # of its present wait
-
-
 class _Run:
     def __init__(self, cluster: Cluster, costs: Costs, build: Build, numel: int) -> None:
         self.network, self.build = Network(cluster, costs), build
         self.clock, self.workspace = self.network.clock, SizedWorkspace()
         self.buffer = _untouched(numel, torch.float32)
 
-    def jobs(self) -> list[_Running]:
+    def jobs(self) -> Sequence[Job]:
         kernels = self.network.kernels
         with instead(kernels):
             made = self.build(self.network.transport, self.workspace, self.buffer)
         kernels.seconds = 0.0
-        return [_Running(*job) for job in made]
+        return made
 
-    def train(self, training: Training, jobs: Sequence[_Running]) -> Process:
+    def train(self, training: Training, jobs: Sequence[Job]) -> Process:
         network = self.network
         network.computing = True
         yield network.compute(training.forward)
@@ -161,7 +154,7 @@ class _Run:
             yield job.done
         yield network.compute(training.optimizer)
 
-    def follow(self, jobs: Sequence[_Running], *, limit: int) -> Signal:
+    def follow(self, jobs: Sequence[Job], *, limit: int) -> Signal:
         """Begin to drive jobs; the signal says that all have ended."""
         threads = [[job] for job in jobs] if limit == ALONE else [jobs]
         ended = Signal()
@@ -171,10 +164,10 @@ class _Run:
         )
         return ended
 
-    def drive(self, jobs: Sequence[_Running], *, limit: int) -> Process:
+    def drive(self, jobs: Sequence[Job], *, limit: int) -> Process:
         """Follow ``work.Worker``: new jobs while fewer than ``limit`` are under way, then the
         oldest that has something to send after its wait, then the oldest of all."""
-        pending, running = deque(jobs), list[_Running]()
+        pending, running = deque(jobs), list[Job]()
         while pending or running:
             if pending and len(running) < limit and (pending[0].ready.done or not running):
                 job = pending.popleft()
@@ -234,8 +227,10 @@ class _Weighed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         passes = {"copy_": 2, "add_": 3}.get(func.overloadpacket.__name__)
-        if passes and args[0].dim() and args[0].shape[-1] * args[0].element_size() > LONG:
-            # headers are short, and real
-            self.kernels.moved(passes * args[0].numel() * args[0].element_size())
-            return args[0]
+        if passes and (into := args[0]).dim():
+            sizes = [each.numel() for each in args if isinstance(each, torch.Tensor)]
+            # headers are short, and real; residuals have no elements
+            if into.shape[-1] * into.element_size() > LONG or min(sizes) == 0 < max(sizes):
+                self.kernels.moved(passes * max(sizes) * into.element_size())
+                return into
         return func(*args, **(kwargs or {}))

@@ -1,7 +1,7 @@
 """Events of an elastic run, and totals of them.
 
 Each event is a JSON line in the file named by COMMPRESS_EVENTS, written in one call, so that a
-killed process leaves no partial line. ``commpress chaos`` reads them.
+killed process leaves no partial line. The benchmark ``chaos`` reads them.
 """
 
 import json

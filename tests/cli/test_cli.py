@@ -73,13 +73,13 @@ def on_two(two, monkeypatch):
 
 @pytest.mark.parametrize("command", REGISTERED, ids=lambda command: command.words)
 def test_help_teaches(command, capsys):
-    """By the whole command, with examples; each bench checks, writes and draws."""
+    """By the whole command, with examples; each bench checks and writes."""
     assert status([*command.words.split(), "--help"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"usage: commpress {command.words} [-h]")
     assert len(re.findall(rf"^  .*commpress {command.words}.*$", said, re.M)) >= 2, said
     if command.group == MEASURE:
-        for option in ("--check", "--json FILE", "--plot FILE", "exit status 1 unless"):
+        for option in ("--check", "--json FILE", "exit status 1 unless"):
             assert option in said
 
 
@@ -139,10 +139,10 @@ def test_the_page_of_the_command_line_names_every_command():
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_before_measuring(capsys, monkeypatch):
-    assert commpress("bench", "allreduce", "--plot", "picture.doc") == 2
+    assert commpress("probe", "--plot", "picture.doc") == 2
     assert "expected a name that ends in .png, .svg, .pdf" in capsys.readouterr().err
     monkeypatch.setattr("commpress.cli.option_groups.find_spec", lambda name: None)
-    assert commpress("bench", "allreduce", "--plot", "picture.png") == 2
+    assert commpress("probe", "--plot", "picture.png") == 2
     assert "--plot needs matplotlib: pip install 'commpress[demo]'" in capsys.readouterr().err
 
 
@@ -207,10 +207,6 @@ EARLY = [
     ("bench --quick", "commpress bench: error: there is no option '--quick'"),
     ("doctor now", "commpress doctor: error: 'now' is one word too many"),
     (
-        "chaos --faults kick -- true",
-        "argument --faults: got 'kick', expected some of kill, stop, slow, cut",
-    ),
-    (
         "probe --bytes 1",
         "commpress probe: error: argument --bytes: got '1', expected at least 1KiB",
     ),
@@ -245,12 +241,6 @@ EARLY = [
     ),
     ("probe --ranks 1", "argument --ranks: got '1', expected a whole number of at least 2"),
     ("probe --plot p.doc", "--plot is 'p.doc', expected a name that ends in .png, .svg, .pdf"),
-    ("bench codec --codec sing", "argument --codec: got 'sing', expected some of sign, sign/row"),
-    (
-        "bench codec --threads 1,x",
-        "argument --threads: got '1,x', expected positive numbers such as 1,2,4,8",
-    ),
-    ("bench codec --check --threads 1", "--check needs the codec sign on 1 and 2 threads"),
     ("bench allreduce --codec sing", "did you mean 'sign'?"),
     (
         "bench allreduce --codec powersgd-4",
@@ -263,7 +253,7 @@ EARLY = [
     ("bench io --chunks 3MiB", "--chunks must be at least 1MiB and divide --size"),
     ("bench io --chunks many", "argument --chunks: size is 'many', expected a number with KiB"),
     ("bench io --size 0", "--chunks must be at least 1MiB and divide --size"),
-    ("bench io --engine spdk", "argument --engine: got 'spdk', expected one of auto, io_uring"),
+    ("bench io --engine spdk", "argument --engine: invalid choice: 'spdk' (choose from"),
     ("weights serve run --port -1", "argument --port: got '-1', expected a whole number"),
     ("weights pull a b --limit many", "argument --limit: size is 'many', expected a number"),
     ("weights verify run --json /nowhere/all.json", "--json is '/nowhere/all.json', expected"),
@@ -343,12 +333,9 @@ EARLY = [
         "simulate --ways powersgd-4",
         "powersgd-4 needs shapes: give --parameters, --model or --config",
     ),
-    ("simulate --parameters 1M", "a training step needs --compute-ms"),
+    ("simulate --parameters 1M", "--compute-ms is missing"),
     ("simulate --scaling 0", "argument --scaling: got '0', expected positive numbers"),
     ("simulate --bytes 0", "--bytes is '0', expected at least 4"),
-    ("chaos --delay 5ms -- true", "--rate and --delay are of links between hosts: add --hosts"),
-    ("chaos --faults cut --faults-per-hour 9000 -- true", "a link can be cut only between hosts"),
-    ("chaos --schedule /nowhere.txt", "No such file or directory: '/nowhere.txt'"),
     ("hosts 2", "which command? write it behind --"),
     ("hosts 2 -- torchrun --nnodes 2 a.py", "the command has --nnodes, which commpress hosts"),
     ("compare -- python3 a.py", "the command has no {method}"),
@@ -357,7 +344,6 @@ EARLY = [
         "'/nowhere.json' cannot be read (No such file or directory), expected a ds",
     ),
     ("bench train --bucket-mb 0", "argument --bucket-mb: got '0', expected a number above 0"),
-    ("chaos --patience nan", "argument --patience: got 'nan', expected a number above 0"),
 ]
 
 
@@ -400,8 +386,6 @@ CONTENTS = [  # of a file, the line that names it, and what is said
         "plan {} --mesh --pairs FILE",
         "a measured pair is {'first': 0, 'second': 2}, expected ranks below 2",
     ),
-    ("x", "plan {} --gradients FILE", "'FILE' is no file of torch.save, expected {n: p.grad for"),
-    ("PK\3\4", "plan {} --gradients FILE", "argument --gradients: 'FILE' is no file of torch.save"),
     ('{"model_type": "gpt2"}', "plan --config FILE --compute-ms 1", "pip install 'commpress[hf]'"),
 ]
 
@@ -430,8 +414,8 @@ def test_files_of_torch_with_something_else_are_refused_before_anything_is_measu
     torch.save([torch.ones(3)], whole)
     for path, says in (
         (calls, f"--gradients is {calls!r}, which torch.load cannot read ("),
-        (numbers, f"--gradients is {numbers!r}, whose 'weight' is torch.int64, expected"),
-        (whole, f"--gradients is {whole!r}, which holds no tensors by name, expected"),
+        (numbers, f"--gradients is {numbers!r}, which holds no floats by name"),
+        (whole, f"--gradients is {whole!r}, which holds no floats by name"),
     ):
         assert status(["plan", "--parameters", "1M", "--compute-ms", "1", "--gradients", path]) == 2
         out, err = capsys.readouterr()
@@ -474,9 +458,9 @@ def test_codecs_of_users_are_known_before_torch_and_after_their_module(
         (["bench", "trian"], "there is no command 'commpress bench trian': did you mean 'train'?"),
         (
             ["xyz"],
-            "expected one of bench, chaos, compare, demo, doctor, from-deepspeed, hosts, plan",
+            "expected one of bench, compare, demo, doctor, from-deepspeed, hosts, plan",
         ),
-        (["bench"], "expected one of bench codec, bench allreduce"),
+        (["bench"], "expected one of bench allreduce, bench io"),
         (
             ["plan", "--compute-ms", "-3"],
             "argument --compute-ms: got '-3', expected a number above 0",
@@ -522,20 +506,10 @@ def test_sent_bytes_are_those_of_the_sockets(connected):
 
 
 def benched(line, folder):
-    """The rows of a bench, whose picture has all columns that it is to show."""
-    out, picture = folder / "rows.json", folder / "picture.png"
-    assert main([*f"bench {line}".split(), "--json", str(out), "--plot", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    picture.unlink()
+    """The rows of a bench."""
+    out = folder / "rows.json"
+    assert main([*f"bench {line}".split(), "--json", str(out)]) == 0
     return json.loads(out.read_text())["rows"]
-
-
-def test_bench_codec(tmp_path, capsys):
-    codecs = "sign,sign/row,int8,none"
-    figures = benched(f"codec --numel 65536 --codec {codecs}", tmp_path)
-    assert len(figures) == 4 * 2 * 5
-    assert all(f["seconds"] > 0 and f["of_copy"] > 0 for f in figures)
-    assert f"bytes equal the reference for {codecs.replace(',', ', ')}" in capsys.readouterr().out
 
 
 def test_bench_io(tmp_path, capsys):
@@ -559,7 +533,7 @@ def test_bench_allreduce(on_two, tmp_path, capsys):
     sizes = "--ranks 2 --min-bytes 40KB --max-bytes 400KB --factor 10"
     rows = benched(f"allreduce {sizes} --iterations 3 --warmup 0 --check", tmp_path)
     said = capsys.readouterr().out
-    assert said.count("\nok ") == 3
+    assert said.count("\nok ") == 1
     assert "busbw" in said
     assert max(map(len, said.splitlines()[:4])) <= 100, "it fits a terminal"
     assert [(r["size"], r["codec"]) for r in rows[:2]] == [(40_000, "sign"), (400_000, "sign")]
@@ -602,7 +576,7 @@ def test_calls_take_turns_and_each_begins_once():
 
 
 def test_progress_is_a_few_lines_where_there_is_no_terminal(capsys):
-    with harness.ProgressBar("probe", lines=4) as progress:
+    with terminal.ProgressBar("probe", lines=4) as progress:
         for i in range(1, 11):
             progress(i / 10, f"{i}/10")
     assert capsys.readouterr().err == "probe 3/10\nprobe 5/10\nprobe 8/10\nprobe 10/10\n"
@@ -618,17 +592,13 @@ class Row:
 
 
 def test_what_is_measured_is_written_with_settings_and_judged(tmp_path, capsys):
-    options = argparse.Namespace(
-        check=True, json=str(tmp_path / "rows.json"), plot=None, rounds=3, run=print
-    )
+    options = argparse.Namespace(check=True, json=str(tmp_path / "rows.json"), rounds=3, run=print)
     rows = [Row(2.0)]
-    status = harness.deliver(
-        options, rows, judge=lambda rows: [("fast", rows[0].loss < 1)], draw=lambda *_: None, more=7
-    )
+    status = harness.deliver(options, rows, judge=lambda rows: [("fast", rows[0].loss < 1)], more=7)
     assert status == 1
     assert capsys.readouterr().out == "\nFAIL  fast\n"
     content = json.loads(Path(options.json).read_text())
-    assert content["settings"] == {"check": True, "json": options.json, "plot": None, "rounds": 3}
+    assert content["settings"] == {"check": True, "json": options.json, "rounds": 3}
     assert content["rows"] == [{"loss": 2.0, "twice": 4.0}]
     assert (content["bars"], content["more"]) == ([["fast", False]], 7)
 

@@ -8,7 +8,7 @@ import pytest
 
 from commpress.cli import compare, launchers, main, on_hosts
 from commpress.cli.compare import TrainedRun
-from commpress.cli.hosts import Hosts, HostsUnavailable
+from commpress.cli.hosts import Hosts, HostsUnavailable, parse_rate
 from commpress.errors import InvalidArgument, MissingPackage
 
 RANK = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
@@ -199,3 +199,11 @@ def test_a_run_that_fails_once_is_done_again(tmp_path, capsys):
 def test_wrong_lines_are_refused_before_anything_runs(line, says, capsys):
     assert main(["compare", *line]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_rates_are_read():
+    for text, rate in (("100mbit", 1e8), ("2.5Gbit", 2.5e9), ("9600", 9600.0)):
+        assert parse_rate(text) == rate
+    for text in ("fast", "0"):
+        with pytest.raises(InvalidArgument, match="expected"):
+            parse_rate(text)

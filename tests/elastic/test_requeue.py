@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import sources
-from commpress.cli.processes import free_port
+from chaos import free_port
 
 EXAMPLES = sources.ROOT / "examples"
 SRUN = """#!/bin/bash

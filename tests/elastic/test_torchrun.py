@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import sources
-from commpress.cli.processes import free_port
+from chaos import free_port
 
 SCRIPT = sources.SUPPORT / "torchrun_script.py"
 TORCHRUN = Path(sys.executable).with_name("torchrun")

@@ -54,7 +54,7 @@ LATE = {  # (importer, what it imports inside a function): why not at the top of
     ): "names of codecs are known without torch",
     (
         "commpress.cli.doctor",
-        "commpress.cli.bench_codec",
+        "commpress.cli.kernel_check",
     ): "kernels that cannot be imported are a finding",
     ("commpress.cli.doctor", "commpress.codecs"): "likewise",
     ("commpress.cli.doctor", "commpress.kernels.cpu.*"): "likewise",

@@ -75,7 +75,7 @@ from commpress import cli
 cli.parser()
 needs = {"MetricsEndpoint"}
 assert all(getattr(commpress, name) for name in set(commpress.__all__) - needs)
-from commpress.cli.bench_codec import check_bytes
+from commpress.cli.kernel_check import check_bytes
 from commpress.codecs import SignCodec
 from commpress.codecs.family import NAMES
 from commpress.kernels import adam

@@ -43,7 +43,7 @@ def test_a_callback_names_a_wrong_codec_when_it_is_made(front, options):
 
 
 def test_a_script_without_python_is_refused_before_anything_starts(capsys):
-    assert main(["chaos", "nothere.py"]) == 2
+    assert main(["hosts", "2", "nothere.py"]) == 2
     assert "no command 'nothere.py' on this machine's PATH: python nothere.py" in (
         capsys.readouterr().err
     )

@@ -355,7 +355,7 @@ dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(300, 300))
 compress(model, SignCodec())
 model(torch.randn(4, 300)).sum().backward()
-from commpress.cli.bench_codec import check_bytes  # one rank alone encodes nothing
+from commpress.cli.kernel_check import check_bytes  # one rank alone encodes nothing
 check_bytes(SignCodec())
 print("bytes equal the reference")
 """

@@ -345,7 +345,7 @@ def test_the_command_lists_every_grid_within_100_columns_and_says_which_to_take(
     document = planned("--nodes", "4x2", "--link", "100mbit,100us", "--memory", "device=1GiB")
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100
-    grids = re.findall(r"^((?:(?:pp|dp|sp|tp)\d+ ?)+) ", text, re.MULTILINE)
+    grids = re.findall(r"^((?:(?:pp|dp|sp|tp)\d+ ?)+) +\d", text, re.MULTILINE)
     assert len(grids) == 16  # two blocks make no four stages
     best = " ".join(f"{name}{n}" for name, n in document["grid"].items() if n > 1)
     assert f"take {best}: " in " ".join(text.split())

@@ -55,6 +55,7 @@ def seconds(shape, way="int8", numel=NUMEL, costs=FREE):
         (3, 1, "topk-64", False),
         (2, 1, "bits3", False),
         (4, 1, "powersgd-2", False),
+        (4, 1, "powersgd-2+fp8", False),
         (2, 2, "int8", True),
         (3, 2, "int8", True),
         (2, 4, "powersgd-2", True),

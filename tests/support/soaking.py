@@ -1,5 +1,5 @@
-"""Two minutes of ``commpress chaos`` beside all other tests: its ranks sleep most of the time, and
-no test should."""
+"""Two minutes of the benchmark ``chaos`` beside all other tests: its ranks sleep most of the time,
+and no test should."""
 
 import json
 import os
@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+import sources
+
 SECONDS = 280  # until a soak that has not ended hangs
-COMMAND = [sys.executable, "-m", "commpress", "chaos"]
+COMMAND = [sys.executable, str(sources.ROOT / "benchmarks"), "chaos"]
 # Nobody's child: a test that runs chaos itself ends all descendants that have come meanwhile.
 ALONE = (
     '("$@" >"$0-said" 2>&1 & echo $! >"$0-pid"; wait $!; echo $? >"$0-draft"; mv "$0-draft" '

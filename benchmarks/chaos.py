@@ -1,10 +1,38 @@
-"""Faults made in the ranks of a training command by a schedule: what they cost and what was
-lost."""
+"""kill, stop, slow and cut off ranks of a run: what it costs
+
+Starts COMMAND as several processes with torchrun's variables, does harm to them, and starts
+again what has ended. COMMAND is a loop under commpress.elastic, which writes what it commits to
+the file named in COMMPRESS_EVENTS. Without a COMMAND it is a small model whose computing is
+slept, so that starting Python again does not take the survivors' cores into the figures.
+
+  python benchmarks chaos
+      two minutes of the small model
+  python benchmarks chaos --seconds 3600 --faults kill,stop -- python train.py
+      an hour, 125 faults
+  python benchmarks chaos --hosts --rate 1gbit --faults kill,cut -- python train.py
+      each rank on a host of its own
+  python benchmarks chaos --schedule faults.txt --check -- python train.py
+      the same faults each time, for CI
+
+A line of a schedule: SECONDS kill|stop|slow|cut RANK|launcher [for SECONDS] [all|half|bulk]
+
+  20 kill 1            # SIGKILL; started again a second later, to join the others
+  40 stop 0 for 5      # SIGSTOP, then SIGCONT
+  60 slow 2 for 10     # runs a fifth of the time
+  80 cut 3 for 8 bulk  # with --hosts: packets over 600 bytes are lost; half: every second one;
+                         all
+  99 kill launcher     # the process that holds the store, as torchrun's agent does
+
+Goodput: committed steps per second, as a share of those before the first fault. Participation:
+ranks that took part in a step. Pause: what survivors waited longer than usual for the next
+committed step. Nothing that was started stays, however this ends.
+"""
 
 import argparse
 import heapq
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,13 +44,16 @@ from itertools import count
 from pathlib import Path
 from statistics import median
 
-from commpress.cli import fault_schedule, harness, refusals
-from commpress.cli.fault_schedule import LAUNCHER, Fault
-from commpress.cli.history import History, Hit, Verdict
-from commpress.cli.hosts import Hosts
-from commpress.cli.processes import Ended, free_port, none_left, send, start
+import fault_schedule
+from commpress.cli import harness, refusals, terminal
+from commpress.cli.hosts import Hosts, need
+from commpress.cli.on_hosts import send, start
+from commpress.cli.option_groups import declare, option, some_of
 from commpress.collectives.transports.run_key import VARIABLE, new_run_key, run_key
-from commpress.errors import CommpressError
+from commpress.errors import CommpressError, InvalidArgument
+from fault_schedule import KINDS, LAUNCHER, SHARES, Fault
+from history import History, Hit, Verdict
+from nothing_stays import Ended, none_left
 
 STORE = """
 import sys
@@ -31,7 +62,7 @@ store = TCPStore(sys.argv[1], 0, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
 sys.stdin.read()
 """
-SOAK = (sys.executable, "-m", "commpress.cli.soak")
+SOAK = (sys.executable, str(Path(__file__).with_name("soak.py")))
 # variables of a process, and of one that starts again
 EVERY = "COMMPRESS_STORE={store} COMMPRESS_HASH_EVERY=1 OMP_NUM_THREADS=1 "
 FIRST = (
@@ -42,6 +73,7 @@ AGAIN = (
     f"{EVERY} RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR={{own}} "
     "MASTER_PORT={free} COMMPRESS_JOIN={store}"
 )
+TABLE = "inet commpress_cuts"  # of nft
 TICK = 0.02  # seconds between two looks at the processes
 RUNS, RESTS = 1, 4  # ticks of a slowed process
 RESTART = 1.0  # seconds until a process that has ended starts again
@@ -64,26 +96,86 @@ FIGURES = (
 )
 
 
+def options(parser: argparse.ArgumentParser) -> None:
+    table = """
+    command | | | what each process runs (default: a small model that sleeps)
+    --ranks N | 2.. | 4 | processes
+    --seconds S | positive | 120.0 | of training in which faults are made
+    --faults-per-hour N | amount | 125.0 | on average, at random times
+    --schedule FILE | | | faults of a file instead of random ones
+    --seed N | int | 0 | of the random ones
+    --patience S | positive | 60.0 | without a committed step: the run hangs
+    --hosts | | | each rank on a host of its own: network namespaces (root or user namespaces)
+    @links
+    --logs FOLDER | | | keep output and events of the processes here
+    --json FILE | | | figures, faults and pauses, with settings and versions
+    --check | | | exit status 1 also unless goodput is 90 %, participation 80 %, the median
+        pause 2.5 s, the longest 30 s, and healing takes 20 s at most
+    """
+    declare(parser, table)
+    says = f"some of {','.join(KINDS)}; cut needs --hosts"
+    option(parser, "--faults KINDS", some_of(KINDS), "kill", says)
+
+
+def asked_for(options: argparse.Namespace) -> list[Fault]:
+    """The faults to make, unless the options do not go together."""
+    if not sys.platform.startswith("linux"):
+        raise InvalidArgument(
+            f"chaos needs Linux (process groups that adopt orphans, /proc), this is {sys.platform}"
+        )
+    refusals.on_path(options.command)
+    refusals.links(options)
+    if options.hosts:
+        refusals.on_hosts(options.ranks + 1)  # one is the launcher's
+    faults = fault_schedule.of(options)
+    if not options.hosts and any(fault.kind == "cut" for fault in faults):
+        raise InvalidArgument("a link can be cut only between hosts: add --hosts, or leave cut out")
+    return faults
+
+
 def run(options: argparse.Namespace) -> int:
     """Exit status 0: nothing hung, was lost, committed twice or unequal; 1: something was, or a bar
     does not hold."""
-    faults = refusals.chaos(options)
+    faults = asked_for(options)
     try:
         with ExitStack() as stack:
             stack.enter_context(none_left())
             made = tempfile.TemporaryDirectory(prefix="commpress-chaos-")
             folder = Path(options.logs or stack.enter_context(made))
             folder.mkdir(parents=True, exist_ok=True)
-            hosts = None
+            hosts: CutHosts | None = None
             if options.hosts:
                 link = {"rate": options.rate, "delay": options.delay}
-                hosts = stack.enter_context(Hosts(options.ranks + 1, **link, name="rank"))
+                hosts = stack.enter_context(CutHosts(options.ranks + 1, **link, name="rank"))
             chaos = Chaos(options, faults, folder, hosts)
-            with harness.ProgressBar("chaos", lines=10) as progress:
+            with terminal.ProgressBar("chaos", lines=10) as progress:
                 chaos.run(progress)
             return _report(options, chaos)
     except Ended as asked:
         return asked.status("chaos")
+
+
+class CutHosts(Hosts):
+    """Hosts whose links can be cut, by nft's rules in their namespaces."""
+
+    def cut(self, host: int, share: str = "all") -> None:
+        """Lose ``share`` of the packets of a host, both ways: "all", "half" or "bulk"."""
+        need("nft")
+        rules = [f"add table {TABLE}"]
+        for chain, interface in (("input", "iifname"), ("output", "oifname")):
+            hook = f"{{ type filter hook {chain} priority 0 ; }}"
+            rules.append(f"add chain {TABLE} {chain} {hook}")
+            rules.append(f'add rule {TABLE} {chain} {interface} "eth0" {SHARES[share]}')
+        self.on(1 + host, "nft -f -", feed="\n".join(rules) + "\n")
+
+    def restore(self, host: int) -> None:
+        """Let all packets of a host pass again."""
+        self.on(1 + host, f"nft delete table {TABLE} 2>/dev/null || true")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 class Victim:
@@ -91,7 +183,7 @@ class Victim:
     starts shares its fate."""
 
     def __init__(
-        self, number: int, command: Sequence[str], folder: Path, hosts: Hosts | None
+        self, number: int, command: Sequence[str], folder: Path, hosts: CutHosts | None
     ) -> None:
         self.number, self.command, self.folder, self.hosts = number, list(command), folder, hosts
         self.life, self.stopped = -1, False
@@ -143,7 +235,7 @@ class LauncherStore:
     """A process that holds the store of the rendezvous, as torchrun's agent does: it is none of the
     ranks."""
 
-    def __init__(self, hosts: Hosts | None) -> None:
+    def __init__(self, hosts: CutHosts | None) -> None:
         self.address = "127.0.0.1" if hosts is None else hosts.addresses[-1]
         host = 0 if hosts is None else len(hosts) - 1
         command = [sys.executable, "-c", STORE, self.address]
@@ -166,7 +258,7 @@ class Chaos:
     """A run: processes, what was done to them, and what they have written."""
 
     def __init__(
-        self, options: argparse.Namespace, faults: list[Fault], folder: Path, hosts: Hosts | None
+        self, options: argparse.Namespace, faults: list[Fault], folder: Path, hosts: CutHosts | None
     ) -> None:
         self.options, self.faults, self.hosts = options, faults, hosts
         command = options.command or SOAK
@@ -390,7 +482,7 @@ def _report(options: argparse.Namespace, chaos: Chaos) -> int:
             "hits": list(map(asdict, chaos.hits)),
             "pauses": list(map(asdict, verdict.pauses)),
         }
-        harness.write_json(options.json, content)
+        terminal.write_json(options.json, content)
     print()
     return harness.verdict(bars)
 

@@ -1,22 +1,38 @@
-"""Speed of codecs on this processor, and a check of their bytes."""
+"""speed of codecs on this processor, and a check of their bytes
+
+Every codec at every number of threads:
+  encode     x + residual to bytes and a new residual: into a second buffer as the DDP hook
+             does, and in place
+  decode     bytes to float32
+  mean       the mean of 4 ranks' rows
+  serve      the same mean, plus residual, encoded again: what an owner does with the rows it
+             received
+in GB/s of float32. A copy of the same floats is timed between the repetitions; "of copy"
+compares bytes moved per second: encode moves 12 + bits/8 bytes per element, a copy 8.
+
+  python benchmarks codec                          all codecs on 1 and 2 threads, about a minute
+  python benchmarks codec --codec sign --check       exit status 1 if the sign codec misses a bar
+"""
 
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from commpress.cli import harness
-from commpress.cli.refusals import CODECS as CODECS
-from commpress.codecs import Codec
+from commpress.cli import harness, terminal
+from commpress.cli.kernel_check import ROWS, check_bytes
+from commpress.cli.option_groups import counts, declare, option, some_of
+from commpress.codecs import Codec, SignCodec
+from commpress.codecs.family import NAMES
 from commpress.collectives.frame import HEADER
-from commpress.kernels import reference
-from commpress.kernels.cpu import row_codec as cpu
+from commpress.errors import InvalidArgument
 from commpress.kernels.devices import arithmetic
 from commpress.kernels.pieces import WIDTH, Piece, Pieces, cut
+from shared_options import add_output
+from turns import alternately
 
-ROWS = 4  # ranks
+CODECS: dict[str, Codec] = {"sign": SignCodec(), "sign/row": SignCodec(block=0)} | NAMES
 OPERATIONS = ("encode", "encode in place", "decode", "mean", "serve")
 
 
@@ -34,43 +50,22 @@ class Figure:
 Figures = list[Figure]
 
 
+def options(parser: argparse.ArgumentParser) -> None:
+    option(parser, "--codec A,B", some_of(CODECS), ",".join(CODECS), "default all")
+    declare(parser, "--numel N | 64.. | 33554432 | floats in the buffer")
+    option(parser, "--threads A,B", counts, [1, 2], "numbers of threads (default 1,2)")
+    add_output(parser, check="the sign codec holds its bars")
+
+
 def run(options: argparse.Namespace) -> int:
-    names = options.codec.split(",") if options.codec else list(CODECS)
+    names = options.codec.split(",")
+    if options.check and not ("sign" in names and {1, 2} <= set(options.threads)):
+        raise InvalidArgument("--check needs the codec sign on 1 and 2 threads")
     for name in names:
         check_bytes(CODECS[name])
     print(f"bytes equal the reference for {', '.join(names)}\n")
-    figures = measured(names, options.numel, options.threads, harness.Table(cells))
-    panels = {"GB of float32 per second": ("encode", "decode", "mean", "serve")}
-    picture = harness.drawing("Codecs on this processor", cells, panels)
-    return harness.deliver(
-        options, figures, judge=judge, draw=lambda path, figures: picture(path, lines(figures))
-    )
-
-
-# ---------------------------------------------------------------- bytes
-
-
-def check_bytes(codec: Codec, numel: int = 10_007) -> None:
-    """Encode, residual and decode of the fast path equal the reference bit for bit, or an
-    AssertionError says where."""
-    draw = np.random.default_rng(0)
-    x, residual = (draw.standard_normal(numel).astype(np.float32) for _ in range(2))
-    pieces = cut([Piece(0, numel, codec.kind, codec.block)], ROWS)
-    width = int(pieces.table[0, WIDTH])
-    rows, left = reference.encode_with_residual(x, residual, codec.kind, width, codec.block)
-    message = torch.zeros(ROWS, pieces.row_bytes, dtype=torch.uint8)
-    kept, out, flag = torch.empty(numel), torch.empty(numel), torch.zeros(1, dtype=torch.uint8)
-    given, old = torch.from_numpy(x), torch.from_numpy(residual)
-    cpu.encode(given, message, flag, pieces, residual=old, new_residual=kept)
-    cpu.decode(message, out, pieces)
-    decoded = [
-        reference.decode_row(row, codec.kind, min(width, numel - r * width), width, codec.block)
-        for r, row in enumerate(rows)
-    ]
-    size, spec = codec.row_bytes(width), codec.spec
-    np.testing.assert_array_equal(message[:, :size].numpy(), rows, f"bytes of {spec}")
-    np.testing.assert_array_equal(kept.numpy(), left, f"residual of {spec}")
-    np.testing.assert_array_equal(out.numpy(), np.concatenate(decoded), f"decoded floats of {spec}")
+    figures = measured(names, options.numel, options.threads, terminal.Table(cells))
+    return harness.deliver(options, figures, judge=judge)
 
 
 # ---------------------------------------------------------------- time
@@ -153,7 +148,7 @@ def timed(
     operation: tuple[Callable[[], object], int, float],
 ) -> Figure:
     call, numel, moved = operation
-    took = harness.alternately({"ours": call, "copy": buffers.copy})
+    took = alternately({"ours": call, "copy": buffers.copy})
     rate, copied = moved * numel / took["ours"], 8 * buffers.numel / took["copy"]
     gigabytes = 4e-9 * numel / took["ours"]
     return Figure(codec, threads, name, took["ours"], gigabytes, rate / 1e9, rate / copied)
@@ -173,10 +168,6 @@ def cells(of: Figures) -> dict[str, str]:
         "encode of copy": f"{100 * of[0].of_copy:.0f}%",
         "in place of copy": f"{100 * of[1].of_copy:.0f}%",
     }
-
-
-def lines(figures: Figures) -> list[Figures]:
-    return [figures[i : i + len(OPERATIONS)] for i in range(0, len(figures), len(OPERATIONS))]
 
 
 def judge(figures: Figures) -> list[tuple[str, bool]]:

@@ -1,47 +1,16 @@
-"""Processes that commands start, here or on hosts, end, and of which they leave none."""
+"""Signals that ask a command to end, and processes of which it leaves none."""
 
 import ctypes
 import os
-import shutil
 import signal
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
-
-from commpress.cli.hosts import Hosts
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
-
-
-def start(
-    command: Sequence[str], hosts: Hosts | None, host: int, env: Mapping[str, str], **streams: Any
-) -> "subprocess.Popen[bytes]":
-    """A process that leads a group of its own and ends with this one."""
-    if shutil.which("setpriv"):
-        command = ["setpriv", "--pdeathsig", "KILL", "--", *command]
-    if hosts is not None:
-        return hosts.start(host, command, env, start_new_session=True, **streams)
-    return subprocess.Popen(command, env=env, start_new_session=True, **streams)
-
-
-def send(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
-    """A signal to a process and all that it has started: its group."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-# ---------------------------------------------------------------- nothing stays
 
 
 class Ended(BaseException):

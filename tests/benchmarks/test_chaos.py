@@ -1,4 +1,4 @@
-"""`commpress chaos` does what its schedule says, sees what goes wrong, and leaves nothing
+"""`python benchmarks chaos` does what its schedule says, sees what goes wrong, and leaves nothing
 behind."""
 
 import json
@@ -13,14 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 
+import chaos as chaos_command
+import fault_schedule
 import sources
-from commpress.cli import chaos as chaos_command
-from commpress.cli import fault_schedule, main
-from commpress.cli.fault_schedule import LAUNCHER, Fault
-from commpress.cli.history import History, Hit, Verdict
-from commpress.cli.hosts import Hosts, HostsUnavailable, parse_rate
+from commands import main
+from commpress.cli.hosts import HostsUnavailable, parse_rate
 from commpress.collectives.transports.run_key import VARIABLE
 from commpress.errors import InvalidArgument
+from fault_schedule import LAUNCHER, Fault
+from history import History, Hit, Verdict
 
 TOY = sources.SUPPORT / "chaos_toy.py"
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="chaos needs Linux")
@@ -71,6 +72,27 @@ def test_a_line_that_says_no_fault_is_named(line, tmp_path):
     (tmp_path / "faults").write_text(f"1 kill 1\n{line}\n")
     with pytest.raises(InvalidArgument, match="line 2 is"):
         fault_schedule.read(tmp_path / "faults", 4)
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("--faults kick -- true", "argument --faults: got 'kick', expected some of kill, stop"),
+        ("--delay 5ms -- true", "--rate and --delay are of links between hosts: add --hosts"),
+        ("--faults cut --faults-per-hour 9000 -- true", "a link can be cut only between hosts"),
+        ("--schedule /nowhere.txt", "No such file or directory: '/nowhere.txt'"),
+        ("--patience nan", "argument --patience: got 'nan', expected a number above 0"),
+        ("--hosts --ranks 250 -- true", "--ranks is 251, expected at most 250"),
+        ("nothere.py", "no command 'nothere.py' on this machine's PATH: python nothere.py"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(typed, says, capsys):
+    try:
+        status = main(["chaos", *typed.split()])
+    except SystemExit as left:
+        status = left.code
+    assert status == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("given", ["", "a key of the user, which every process has anyway"])
@@ -290,8 +312,7 @@ def test_what_goes_wrong_is_said_and_told_by_the_exit_status(tmp_path, capsys):
 def test_nothing_stays_whatever_ends_it(ends, tmp_path):
     command = [
         sys.executable,
-        "-c",
-        "from commpress.cli import main; raise SystemExit(main())",
+        str(sources.ROOT / "benchmarks"),
         "chaos",
         "--logs",
         tmp_path,
@@ -342,7 +363,7 @@ print(came)
 )
 def test_links_of_hosts_lose_what_they_are_cut_to_lose():
     try:
-        hosts = Hosts(3, rate=parse_rate("1gbit"))
+        hosts = chaos_command.CutHosts(3, rate=parse_rate("1gbit"))
     except (HostsUnavailable, ImportError) as error:
         pytest.skip(str(error))
     with hosts:
@@ -371,11 +392,3 @@ def test_links_of_hosts_lose_what_they_are_cut_to_lose():
     assert [process.wait(10) for process in echo] == [-9, -9]
     for process in echo:
         process.stdout.close()
-
-
-def test_rates_are_read():
-    for text, rate in (("100mbit", 1e8), ("2.5Gbit", 2.5e9), ("9600", 9600.0)):
-        assert parse_rate(text) == rate
-    for text in ("fast", "0"):
-        with pytest.raises(InvalidArgument, match="expected"):
-            parse_rate(text)

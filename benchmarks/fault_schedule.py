@@ -1,5 +1,5 @@
-"""Schedule of the faults that ``commpress chaos`` makes: drawn from a seed at a rate, or read from
-a file. Loads no torch."""
+"""Schedule of the faults that the benchmark ``chaos`` makes: drawn from a seed at a rate, or read
+from a file."""
 
 import argparse
 import random
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from commpress.cli.hosts import SHARES
 from commpress.errors import InvalidArgument
 
 KINDS = {  # → seconds that it lasts: from, to
@@ -15,6 +14,13 @@ KINDS = {  # → seconds that it lasts: from, to
     "stop": (1.0, 5.0),
     "slow": (5.0, 10.0),
     "cut": (2.0, 10.0),
+}
+# bytes: longer packets carry data, shorter ones agreement, acknowledgements and greetings
+BULK = 600
+SHARES = {  # packets that a cut link loses → nft's words
+    "all": "drop",
+    "half": "numgen random mod 2 0 drop",
+    "bulk": f"meta length > {BULK} drop",
 }
 LAUNCHER = -1  # the process that holds the store of the rendezvous
 FORM = "SECONDS kill|stop|slow|cut RANK|launcher [for SECONDS] [all|half|bulk]"
@@ -42,7 +48,7 @@ def calm(seconds: float) -> float:
 
 
 def of(options: argparse.Namespace) -> list[Fault]:
-    """The faults that the options of ``commpress chaos`` ask for."""
+    """The faults that the options ask for."""
     if options.schedule:
         return read(options.schedule, options.ranks)
     kinds, seconds = options.faults.split(","), options.seconds

@@ -1,5 +1,5 @@
-"""Small model whose computing is slept, under ``commpress.elastic``: what ``commpress chaos`` runs
-without a COMMAND.
+"""Small model whose computing is slept, under ``commpress.elastic``: what ``chaos`` runs without a
+COMMAND.
 
 Most of a step is a sleep, so that a process which starts again, importing torch, does not take the
 survivors' cores. All else is real: DDP with a compressed hook, the backend "commpress", positions
