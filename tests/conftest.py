@@ -94,17 +94,17 @@ def threads():
 
 
 @pytest.fixture(scope="session")
-def together(request, tmp_path_factory):
+def run_folder(request, tmp_path_factory):
     """A folder of this run that all workers use."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if hasattr(request.config, "workerinput") else own
 
 
 @pytest.fixture(scope="session", autouse=True)
-def soaking(request, together):
+def soaking(request, run_folder):
     """Begins with the first test of the first worker, ends while others run."""
     worker = getattr(request.config, "workerinput", None)
-    running = Soak(together)
+    running = Soak(run_folder)
     if worker is None or worker["workerid"] == "gw0":
         running.begin_for(request.session.items)
     yield running

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean, stdev
+from typing import Any
 
 from commpress.cli import contenders, harness, race, terminal
 from commpress.cli.contenders import FLOOR, contender
@@ -26,9 +27,24 @@ Groups = dict[str, list[Finish]]  # by the name of the way
 
 
 def run(options: argparse.Namespace) -> int:
-    for number in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:  # end as Ctrl-C does
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
-    return _race(options, _plan(options))
+    with _ended_by_signals():
+        return _race(options, _plan(options))
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let Ctrl-C end what runs inside, also where who started this process ignores it, and SIGTERM
+    and SIGHUP as it does."""
+    handlers: dict[int, Any] = {signal.SIGINT: signal.default_int_handler}
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            handlers[getattr(signal, name)] = lambda number, _: sys.exit(128 + number)
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _plan(options: argparse.Namespace) -> list[Lane]:

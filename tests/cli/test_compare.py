@@ -19,6 +19,7 @@ total = torch.full((250_000,), float(dist.get_rank()))
 dist.all_reduce(total)
 print("total", total[0].item())
 dist.barrier()
+dist.destroy_process_group()
 """
 # losses that depend on the method and on the seed
 TRAINS = """

@@ -29,10 +29,10 @@ CPU = twin.Side(cpu, "cpu", strict=False)
 
 
 @pytest.fixture(scope="session")
-def libraries(together):
+def libraries(run_folder):
     if cuda_shim.compiler() is None:
         pytest.skip("no g++ to run the CUDA source on the CPU")
-    return cuda_shim.Shim(together, twin.FAMILIES)
+    return cuda_shim.Shim(run_folder, twin.FAMILIES)
 
 
 @pytest.fixture

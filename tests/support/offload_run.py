@@ -65,6 +65,7 @@ def train(
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # as tests do: products round by that
     net = model()
     with open_store(sys.argv[1]) as store:
         train(
