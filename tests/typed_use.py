@@ -35,5 +35,7 @@ def memory(model: torch.nn.Module) -> None:
     with commpress.TieredStore.open("folder", host="1GiB") as store:
         commpress.Offloaded(model.parameters(), torch.optim.AdamW, store=store, lr=1e-3).commit()
         commpress.stream(model, storr=store)  # type: ignore[call-arg]
-    commpress.weights.Publisher(model, to="folder").publish(wait=False)
+    publisher = commpress.weights.Publisher(model, to="folder")
+    print(publisher.publish().version)
+    print(publisher.publish(wait=False).version)  # type: ignore[union-attr]
     commpress.weights.Receiver("folder", limt=3)  # type: ignore[call-arg]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from time import monotonic
+from typing import Literal, overload
 
 import numpy as np
 import torch
@@ -111,6 +112,12 @@ class Publisher:
     def report(self) -> Report | None:
         """The last version's that can be had, without waiting for the one that is under way."""
         return self._report
+
+    @overload
+    def publish(self, version: int | None = None, *, wait: Literal[True] = True) -> Report: ...
+
+    @overload
+    def publish(self, version: int | None = None, *, wait: bool) -> Report | None: ...
 
     def publish(self, version: int | None = None, *, wait: bool = True) -> Report | None:
         """Publish the weights as they are now, as the next version or as ``version``, a larger
