@@ -30,11 +30,11 @@ def buffers(numel):
 
 
 @pytest.fixture(scope="module")
-def shim(together):
+def shim(run_folder):
     """CUDA's source of the passes, which runs on the processor."""
     if compiler() is None:
         pytest.skip("g++ is missing")
-    return Shim(together, [ADAM])
+    return Shim(run_folder, [ADAM])
 
 
 def scaled(k, segments, lines, m, v, u, a, p):
