@@ -508,7 +508,7 @@ class _Prediction:
     # ------------------------------------------------------------ memory
 
     def _elements(self, stage: int) -> tuple[float, float]:
-        """Of this stage: those that all data-parallel ranks have, and those of experts."""
+        """Elements of this stage that all data-parallel ranks have, and those of experts."""
         a, b = self.ranges[stage]
         every = [*self.work.blocks[a:b]]
         every += [self.work.first] * (stage == 0) + [self.work.last] * (stage == self.grid.pp - 1)

@@ -75,29 +75,27 @@ class HookOptions(TypedDict, total=False):
     alarm: Alarm | str | None
 
 
+class CompressOptions(HookOptions, total=False):
+    """Keyword options of ``compress`` for a model of either kind."""
+
+    min_numel: int
+    exclude: tuple[str, ...]
+    topology: Topology | str | Links | None
+
+
 @overload
 def compress(
     ddp: DistributedDataParallel,
     codec: str | Codec | Policy | PerLayer = "fp8",
     *,
     plan: str | Path | Planned | None = None,
-    min_numel: int = DEFAULT_MIN_NUMEL,
-    exclude: tuple[str, ...] = (),
-    topology: Topology | str | Links | None = "auto",
-    **options: Unpack[HookOptions],
+    **options: Unpack[CompressOptions],
 ) -> "CompressedState": ...
 
 
 @overload
 def compress(
-    ddp: Any,
-    *,
-    mesh: DeviceMesh,
-    dims: Mapping[str, Any],
-    min_numel: int = DEFAULT_MIN_NUMEL,
-    exclude: tuple[str, ...] = (),
-    topology: Topology | str | Links | None = "auto",
-    **options: Unpack[HookOptions],
+    ddp: Any, *, mesh: DeviceMesh, dims: Mapping[str, Any], **options: Unpack[CompressOptions]
 ) -> "MeshStates": ...
 
 

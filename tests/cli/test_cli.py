@@ -73,7 +73,7 @@ def on_two(two, monkeypatch):
 
 @pytest.mark.parametrize("command", REGISTERED, ids=lambda command: command.words)
 def test_help_teaches(command, capsys):
-    """By the whole command, with examples; each bench checks and writes."""
+    """Help of the whole command, with examples; each bench checks and writes."""
     assert status([*command.words.split(), "--help"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"usage: commpress {command.words} [-h]")

@@ -384,7 +384,7 @@ def test_gradients_that_are_not_finite_change_nothing(pool):
 
 
 def ranks_chosen(topology):
-    """By turns: the rules, and what a step without a choice sends."""
+    """Return the rules after each step with the bytes that it sent, and the reason."""
     session, seen = Layers(2, "powersgd-4+fp8", topology=topology), []
     for loud in (LOUD, LOUD, LOUD, QUIET, QUIET):  # looks at the second and the fourth
         before = session.state.channel.sent_bytes

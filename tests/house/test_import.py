@@ -105,7 +105,7 @@ REACHED = "import commpress; short = commpress.{0}"
 @pytest.mark.parametrize("statement", [IMPORTED, NAMED, REACHED])
 @pytest.mark.parametrize("name", SHORT)
 def test_short_names_are_imported_and_attributes(scripts, tmp_path, name, statement):
-    """In a process that has the packages loaded, and none of the names."""
+    """Run a process that has the packages loaded, and none of the names."""
     pytest.importorskip({"hf": "transformers", "lightning": "lightning"}.get(name, "torch"))
     script = tmp_path / "imports.py"
     script.write_text(

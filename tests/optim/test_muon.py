@@ -370,7 +370,7 @@ def resumed(group, states, size, **options):
 
 
 def test_exact_runs_go_on_as_one_on_any_number_of_ranks():
-    """With a rate that somebody has changed."""
+    """A rate that somebody has changed is saved, too."""
     group, alone = world(4, **EXACT), world(1, **EXACT)
     for optimizer in (*group.optimizers, *alone.optimizers):
         optimizer.param_groups[0]["lr"] = 0.01
