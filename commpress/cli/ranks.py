@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
@@ -150,15 +151,23 @@ class LocalRanks:
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
     """Processes that are started inside never see Ctrl-C: they inherit that it is blocked. Who
-    started them ends them."""
+    started them ends them, once they are started: a Ctrl-C that another thread takes meanwhile
+    interrupts the end of this context."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
+    came: list[int] = []
+    here = threading.current_thread() is threading.main_thread()
+    handler = here and signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if here:
+            signal.signal(signal.SIGINT, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 def _serve(

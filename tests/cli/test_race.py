@@ -23,7 +23,7 @@ from commpress.cli import charts, connections, demo, main, race
 from commpress.cli.contenders import CONTENDERS
 from commpress.cli.hosts import Hosts, HostsUnavailable
 from commpress.cli.race import Finish, Lane, RaceClock
-from commpress.cli.ranks import LocalRanks
+from commpress.cli.ranks import LocalRanks, _undisturbed
 from commpress.cli.training import Load
 from commpress.errors import MissingPackage
 
@@ -243,6 +243,26 @@ def test_hosts_with_stdin_closed_and_no_trace_after_ctrl_c(tmp_path):
     while left := [pid for pid in holders if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < until, left
         time.sleep(0.01)
+
+
+def test_an_interrupt_that_another_thread_takes_waits_until_a_rank_is_started():
+    awake, done = threading.Event(), threading.Event()
+    other = threading.Thread(target=lambda: (awake.set(), done.wait(60)))  # blocks no signal
+    other.start()
+    awake.wait()
+    whole = False
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(KeyboardInterrupt), _undisturbed():
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(40):
+                time.sleep(0.005)
+            whole = True
+    finally:
+        done.set()
+        other.join()
+    assert whole, "interrupted in the middle"
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def descendants(of):
