@@ -1,8 +1,10 @@
 """several micro-batches of a streamed model: one after the other, or together through each block
 
-Each variant is a process of its own that trains the same GPT by AdamW on the same text; their steps
-alternate, medians after two steps that do not count: the first has no moments to read, and the
-second forward knows its order.
+Each variant is a process of its own that trains the same GPT by AdamW on the same text. They take
+turns, medians after three that do not count. A turn is the update by the gradients of the turn
+before, and a forward and backward: what of the update is not over when the forward begins runs
+beside it. The first turn has no update, the second no moments to read, and the third forward is the
+first one to know its order.
   one by one    a forward and backward for each micro-batch
   together      streamed.accumulate: parameters are read twice a step, gradients leave once
 "on disk" is a store with --host of memory under --folder, "in RAM" one with room for everything:
@@ -34,7 +36,7 @@ from turns import Steps, in_turns, resident
 
 FASTER, EXACT, POSSIBLE = 1.8, 0.02, 0.9
 VARIANTS = ("one by one, on disk", "together, on disk", "one by one, in RAM", "together, in RAM")
-WARM = 2
+WARM = 3
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def train(name: str, options: argparse.Namespace, folder: str) -> Steps:
     on_disk = name.endswith("disk")
     host = options.host << 20 if on_disk else whole
     text, data = standard_library(), torch.Generator().manual_seed(1)
-    passes, updates, losses = [], [], []
+    passes, updates, losses = list[float](), list[float](), list[float]()
     moved = [0, 0, 0, 0]
     with commpress.TieredStore.open(f"{folder}/{name}", host=host) as store:
         streamed = commpress.stream(net, store=store, chunk_mb=16)
@@ -165,6 +167,9 @@ def train(name: str, options: argparse.Namespace, folder: str) -> Steps:
                 for _ in range(options.micro_batches)
             ]
             before, begin = bytes_of(store), perf_counter()
+            if losses:
+                optimizer.step()
+            updated = perf_counter()
             if name.startswith("together"):
                 found = streamed.accumulate(loss_of, batches)
             else:
@@ -173,14 +178,15 @@ def train(name: str, options: argparse.Namespace, folder: str) -> Steps:
                     loss = loss_of(given)
                     loss.backward()
                     found.append(loss.detach())
-            passed = perf_counter()
-            optimizer.step()
-            updates.append(perf_counter() - passed)
-            passes.append(passed - begin)
+            optimizer.finish()
+            updates.append(updated - begin)
+            passes.append(perf_counter() - updated)
             losses += [loss.item() for loss in found]
             if len(passes) > WARM:
                 now = bytes_of(store)
                 moved = [a + b - c for a, b, c in zip(moved, now, before, strict=True)]
+        optimizer.step()
+        optimizer.finish()
         bits = [f"{losses}"] + [checksum_of(store_bytes(store, name)) for name in sorted(store)]
     steps = len(passes) - WARM
     read, written, up, down = (each / steps for each in moved)

@@ -7,8 +7,9 @@ with store.borrow("moments") as moments:      # in host memory; changes are kept
 store.commit()                                # from now on they survive a power cut
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -105,6 +106,7 @@ class TieredStore:
         self._packs = Packs(
             catalog, residency, self._access, below=options.pack_below, nbytes=options.pack_bytes
         )
+        self._settlers: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     # ---------------------------------------------------------------- opening and closing
 
@@ -203,11 +205,24 @@ class TieredStore:
             finally:
                 folders.close()
 
+    def settle_with(self, finish: Callable[[], None]) -> None:
+        """Call the bound method ``finish`` before each commit, snapshot and close: it ends what
+        another thread is still changing. Its object is not kept alive."""
+        self._settlers.append(weakref.WeakMethod(finish))
+
+    def _settle(self) -> None:
+        self._settlers = [one for one in self._settlers if one() is not None]
+        for one in self._settlers:
+            if (finish := one()) is not None:
+                finish()
+
     def close(self) -> None:
         """End all threads and unlock the directories. Changes since the last commit are lost."""
         background = self._access.background
         if background.closed:
             return
+        with suppress(Exception):  # lost with the changes
+            self._settle()
         with self._catalog.changed:
             background.closed = True
             self._catalog.changed.notify_all()
@@ -291,12 +306,14 @@ class TieredStore:
         """Make the present state survive a crash; return the commit's number. It waits for present
         writers, while readers and later writers continue."""
         self._check()
+        self._settle()
         self._packs.repack()
         return self._commits.commit()
 
     def commit_later(self) -> Pending[int]:
         """Call ``commit`` in the background. It saves the state of some moment after this call."""
         pending: Pending[int] = Pending()
+        self._settle()
         self._access.background.spawn(lambda: pending.run(self.commit))
         return pending
 
@@ -304,6 +321,7 @@ class TieredStore:
         """Commit, and keep this state under ``name`` besides all later ones; only tensors that
         change take room."""
         self._check()
+        self._settle()
         return self._commits.commit(snapshot=name)
 
     def snapshots(self) -> list[str]:

@@ -8,7 +8,7 @@ would evict each just before it is needed. Only the others are read and written.
 """
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from commpress.integrations.zero.moments import Moments, check_moments
 from commpress.integrations.zero.stored_state import StoredOptimizer, StoredState
 from commpress.integrations.zero.streamed import Streamed
 from commpress.integrations.zero.streamed_group import StreamedGroup, streamer_of
+from commpress.integrations.zero.sweep import Sweep
 from commpress.integrations.zero.update_chunk import (
     GRADIENT,
     WEIGHT,
@@ -146,7 +147,9 @@ class Offloaded(StoredOptimizer):
         self._channels = _channels_of(parameters, clipped=max_grad_norm is not None)
         self._of_values = {chunk.values: chunk for chunk in self.chunks if chunk.values}
         self._coded = Moments(store, quantised=moments is not None)
-        self.state = StoredState(store, self.chunks, self._moments, self._scalars, self._coded)  # type: ignore[assignment]
+        self.state = StoredState(  # type: ignore[assignment]
+            store, self.chunks, self._moments, self._scalars, self._coded, self.finish
+        )
         self._index = {own.parameter: own.index for chunk in self.chunks for own in chunk.ranges}
         self.delayed = gradients == "delayed"
         if self.delayed and self.streamed is not None:
@@ -159,6 +162,7 @@ class Offloaded(StoredOptimizer):
         self._next: dict[int, torch.Tensor] = {}  # new values, not yet copied to parameters
         self._streams = gradients == "store" or self.streamed is not None
         self._versions: dict[int, int] = {}
+        self._running: Sweep | None = None  # an update behind which the next forward runs
         self._choose_tiers(budgets)
         self._pins, self.meter = "host" in budgets, Meter()
         self._disk = any(chunk.passes for chunk in self.chunks)  # the disk is used during a step
@@ -180,6 +184,7 @@ class Offloaded(StoredOptimizer):
             self._next = {
                 index: torch.empty_like(parameter) for parameter, index in self._index.items()
             }
+        store.settle_with(self.finish)
         self._built = True
 
     def _choose_tiers(self, budgets: Mapping[str, int]) -> None:
@@ -286,8 +291,8 @@ class Offloaded(StoredOptimizer):
 
     def _step(self) -> None:
         self._gradients.settle()
+        self.finish()
         if self.delayed:
-            self.finish()
             self._gradients.take()
         factor, finite = self._clipping(self._norm)
         if not finite:
@@ -301,13 +306,41 @@ class Offloaded(StoredOptimizer):
         if self._beside is not None:
             self._pending = self._beside.submit(self._step_beside, factor, self._handed())
         else:
-            self._measured(factor)
+            if self._streams:
+                self._gradients.take()
+            self._update_all(factor)
             self._forget()
         self._ended()
 
+    def _update_all(self, factor: torch.Tensor | None) -> None:
+        """Update all chunks, those of streamed parameters in a thread if it is of use: then the
+        next forward waits for a group when it needs it."""
+        if self._replicas is not None and (self.averaged or self._replicas.over):
+            self._replicas = None
+        first = [chunk for chunk in self.chunks if not chunk.values]
+        later = self.chunks[len(first) :]
+        alone = not self._disk or self._replicas is not None
+        if alone or not later or any(chunk.on == "device" for chunk in later):
+            self._measured(factor, self.chunks)
+            return
+        assert self.streamed is not None
+        self._measured(factor, first)
+        self._running = Sweep(
+            (chunk.values for chunk in later),
+            lambda done: self._measured(factor, later, done),
+        )
+        for group in {*self.streamed.group_of.values()}:
+            group.sweep = self._running
+
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for a delayed update and copy its values to the parameters."""
+        """Wait for the update of the last step, and copy the values of a delayed one to the
+        parameters."""
+        if (running := self._running) is not None:
+            try:
+                running.finish()
+            finally:
+                self._running = None
         pending, self._pending = self._pending, None
         if pending is not None:
             for each in pending.result():
@@ -329,15 +362,20 @@ class Offloaded(StoredOptimizer):
         its own streams."""
         for each in given:
             each.take()
-        self._measured(factor)
+        self._measured(factor, self.chunks)
         return self._handed()
 
     @torch.no_grad()
-    def _measured(self, factor: torch.Tensor | None) -> None:
+    def _measured(
+        self,
+        factor: torch.Tensor | None,
+        chunks: Sequence[UpdateChunk],
+        done: Callable[[str], None] | None = None,
+    ) -> None:
         begin, counters, wear = perf_counter(), self.store.counters, self.store.wear
         stalled, written = counters.stall_seconds, wear.written
-        self._sweep(factor)
-        self.meter.steps += 1
+        self._sweep(factor, chunks, done)
+        self.meter.steps += self.chunks[-1] in chunks
         self.meter.seconds += perf_counter() - begin
         self.meter.stalled += self.store.counters.stall_seconds - stalled
         self.meter.written += self.store.wear.written - written
@@ -347,27 +385,38 @@ class Offloaded(StoredOptimizer):
         if self.streamed is not None:
             self.streamed.stepped()
 
-    def _sweep(self, factor: torch.Tensor | None) -> None:
-        if self._replicas is not None and (self.averaged or self._replicas.over):
-            self._replicas = None
+    def _sweep(
+        self,
+        factor: torch.Tensor | None,
+        chunks: Sequence[UpdateChunk],
+        done: Callable[[str], None] | None,
+    ) -> None:
+        """Update chunks one after the other. ``done``: called after each with the name of its
+        streamed values, which then stay in memory for the forward that waits."""
         leaving = list[Pending[None]]()
         written = {i for i, version in self._now().items() if version != self._versions.get(i)}
         # nothing is being written yet: read all that fits during the update of resident chunks
         if not self._streams:
-            for chunk in [c for c in self.chunks if c.passes][: UNDER_WAY - 1]:
+            for chunk in [c for c in chunks if c.passes][: UNDER_WAY - 1]:
                 self.store.prefetch(chunk.names())
-        for k, chunk in enumerate(self.chunks):
-            for later in self.chunks[k + (AHEAD if k else 1) : k + 1 + AHEAD]:
+        for k, chunk in enumerate(chunks):
+            for later in chunks[k + (AHEAD if k else 1) : k + 1 + AHEAD]:
                 self.store.prefetch(later.names() + self._gradients.names(later))
             self._update(chunk, factor, written)
             self._gradients.forget(chunk)
             if chunk.passes:
-                leaving.append(self.store.evict(chunk.names()))
+                kept = {chunk.values} if done else set()
+                leaving.append(self.store.evict(n for n in chunk.names() if n not in kept))
+                if kept:
+                    leaving.append(self.store.flush(kept))
+            if done:
+                done(chunk.values)
             if len(leaving) > 2:
                 leaving.pop(0).wait()
         for pending in leaving:
             pending.wait()
-        self._versions = self._now()
+        if not done:  # of parameters that are not streamed
+            self._versions = self._now()
         if self._replicas is not None:
             self._replicas.compare()
 
@@ -433,13 +482,13 @@ class Offloaded(StoredOptimizer):
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state in memory, in the format of ``optimizer``. A delayed update is
+        """Return the whole state in memory, in the format of ``optimizer``. A running update is
         finished first."""
         self.finish()
         return super().state_dict()
 
     def commit(self) -> int:
-        """Commit the state: a process that is killed afterwards resumes from this step. A delayed
+        """Commit the state: a process that is killed afterwards resumes from this step. A running
         update is finished first."""
         self.finish()
         return self._commit([each for c in self.chunks for each in self._floats(c.scalars)])
@@ -542,8 +591,8 @@ class Offloaded(StoredOptimizer):
         open."""
         for hook in self._hooks:
             hook.remove()
+        self.finish()
         if self._beside is not None:
-            self.finish()
             self._beside.shutdown()
 
 

@@ -5,7 +5,7 @@ reads the boxes that make up the range it owns, so a checkpoint does not depend 
 meshes. Numbers are saved as tensors, and nothing is pickled.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any, Literal
@@ -57,8 +57,11 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
         moments: dict[str, float],
         scalars: dict[str, Any],
         coded: Moments,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
+        """``settle`` waits for a running update."""
         self._coded, self._store, self._chunks = coded, store, chunks
+        self._settle = settle
         self._moments, self._scalars = moments, scalars
         self._ranges: dict[torch.Tensor, list[tuple[UpdateChunk, ChunkRange]]] = {}
         for chunk in chunks:
@@ -80,6 +83,7 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
         )
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        self._settle()
         if parameter not in self:
             raise KeyError(parameter)
         ranges = self._ranges[parameter]
@@ -102,6 +106,7 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     @torch.no_grad()
     def __setitem__(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        self._settle()
         ranges = self._ranges[parameter]
         for key in self._moments:
             if (
@@ -129,6 +134,7 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
     def __delitem__(self, parameter: torch.Tensor) -> None:
         """Reset the state to that before the first step, except for numbers that a chunk has for
         all its parameters."""
+        self._settle()
         for chunk, own in self._ranges[parameter]:
             with self._coded.opened(chunk) as held:
                 for key in chunk.keys:
@@ -141,6 +147,7 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
         chunk.keys, chunk.stepped = list(self._moments), True
 
     def clear(self) -> None:
+        self._settle()
         for chunk in self._chunks:
             for key in chunk.keys:
                 self._store.delete(chunk.name(key))

@@ -158,9 +158,11 @@ class Streamed(Divided, NotCopied):
             ahead = [
                 stored.name
                 for one in self._before[place + 1 : place + 1 + AHEAD]
+                if one.up_to_date()
                 for stored in one.stored
             ]
             self.store.prefetch(ahead)
+        group.settle()
         group.appear()
         if self._stay is not None:
             group.holders += 1

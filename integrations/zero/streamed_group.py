@@ -27,6 +27,7 @@ from commpress.collectives.allreduce import Call
 from commpress.collectives.reduce_scatter import gather_rows
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.bucket import ALIGN, FlatGroup, Member, Numbered
+from commpress.integrations.zero.sweep import Sweep
 from commpress.optim.layout import LocalWeights
 from commpress.tiered_mem import TieredStore
 from commpress.work import Steps
@@ -60,6 +61,7 @@ class StreamedGroup(FlatGroup):
     ) -> None:
         super().__init__(number, members, rank=rank, ranks=ranks)
         self.name, self.holders = name, 0
+        self.sweep: Sweep | None = None  # the latest update of its stored values
         self.kept, self.shared = False, False
         numel = max(numel // ALIGN, 1) * ALIGN
         owned = -(-self.owned // ALIGN) * ALIGN
@@ -82,6 +84,15 @@ class StreamedGroup(FlatGroup):
     @property
     def present(self) -> bool:
         return self.flat.untyped_storage().nbytes() > 0
+
+    def up_to_date(self) -> bool:
+        """Return whether the last update of its stored values is over."""
+        return self.sweep is None or self.sweep.has(one.name for one in self.stored)
+
+    def settle(self) -> None:
+        """Wait until it is over."""
+        if self.sweep is not None:
+            self.sweep.wait([one.name for one in self.stored])
 
     @property
     def row(self) -> torch.Tensor:
@@ -139,12 +150,14 @@ class StreamedGroup(FlatGroup):
             member.parameter.data = view
 
     def save(self, store: TieredStore) -> None:
+        self.settle()
         for stored in self.stored:
             store.put(stored.name, stored.of(self.row))
             store.crossing.down += stored.numel * self.dtype.itemsize
 
     def load(self, store: TieredStore, row: torch.Tensor) -> None:
         """Read this rank's row from the store."""
+        self.settle()
         for stored in self.stored:
             with store.borrow(stored.name, write=False) as held:
                 stored.of(row).copy_(held)
@@ -153,6 +166,7 @@ class StreamedGroup(FlatGroup):
     @torch.no_grad()
     def read(self, store: TieredStore, member: Member) -> torch.Tensor:
         """Return a parameter with the values of this rank's row, and zeros elsewhere."""
+        self.settle()
         values = torch.zeros(member.parameter.shape, dtype=self.dtype, device=self.device)
         for stored, here, there in self._of(member):
             with store.borrow(stored.name, write=False) as held:
@@ -161,6 +175,7 @@ class StreamedGroup(FlatGroup):
 
     def write(self, store: TieredStore, member: Member) -> None:
         """Write a parameter's present values in this rank's row to the store."""
+        self.settle()
         for stored, here, there in self._of(member):
             with store.borrow(stored.name) as held:
                 held[here].copy_(member.view(self.flat).view(-1)[there])
@@ -194,12 +209,14 @@ class StreamedWeights(LocalWeights):
         written: Callable[[str], None],
     ) -> None:
         self.name, self._store, self._written = stored.name, store, written
+        self._group = group
         self.parameter = self.source = torch.empty(stored.numel, dtype=group.dtype, device="meta")
         self.shape, self.dtype, self.device = self.source.shape, group.dtype, group.device
 
     @contextmanager
     def opened(self, *, write: bool) -> Iterator[torch.Tensor]:
         nbytes = self.numel * self.dtype.itemsize
+        self._group.settle()
         with self._store.borrow(self.name, write=write) as held:
             yield held
         if write:

@@ -211,7 +211,7 @@ def _streamed_chunks(
 
 class ParameterGradients:
     """Gradients of one chunk after the other, in float32 where the chunk is updated, read from
-    ``parameter.grad`` or from what ``take`` has removed there."""
+    ``parameter.grad`` or from what ``take`` has removed there for a delayed step."""
 
     def __init__(self, store: TieredStore, chunks: Sequence[UpdateChunk]) -> None:
         self._store, self._chunks = store, chunks
@@ -241,8 +241,7 @@ class ParameterGradients:
         return _square_sum(own.of(g.contiguous()) for own, g in every if g is not None)
 
     def take(self) -> None:
-        """Remove gradients from the parameters for a delayed step, so that the next backward begins
-        without any."""
+        """Set gradients apart for a step, so that the next backward begins without any."""
         parameters = {own.index: own.parameter for chunk in self._chunks for own in chunk.ranges}
         self._taken = {}
         for index, parameter in parameters.items():
@@ -290,6 +289,7 @@ class StoredGradients(ParameterGradients):
     def __init__(self, store: TieredStore, chunks: Sequence[UpdateChunk]) -> None:
         super().__init__(store, chunks)
         self._there: dict[UpdateChunk, set[ChunkRange]] = {}  # ranges with a gradient in the store
+        self._used: dict[UpdateChunk, set[ChunkRange]] = {}  # those of the step that is running
         self._squares: dict[UpdateChunk, float] = {}  # squares of norms of complete gradients
         self._new: dict[UpdateChunk, set[ChunkRange]] = {}  # ranges in this backward
         self._leaving: list[Pending[None]] = []
@@ -337,6 +337,7 @@ class StoredGradients(ParameterGradients):
 
     @torch.no_grad()
     def add(self, chunk: UpdateChunk, values: dict[ChunkRange, torch.Tensor]) -> None:
+        assert chunk not in self._used, "a gradient before the last update"
         there, name = self._there.setdefault(chunk, set()), chunk.name(GRADIENT)
         new = self._new.setdefault(chunk, set())
         if not there:
@@ -375,7 +376,7 @@ class StoredGradients(ParameterGradients):
 
     def ready(self, chunk: UpdateChunk, factor: torch.Tensor | None) -> list[torch.Tensor]:
         flat = self.buffer(chunk)
-        if chunk not in self._there:
+        if chunk not in self._used:
             return _clipped(chunk, flat.zero_(), None)
         if chunk.on == "device":
             self._store.crossing.up += flat.nbytes
@@ -383,19 +384,25 @@ class StoredGradients(ParameterGradients):
             return _clipped(chunk, flat.copy_(held), factor)
 
     def names(self, chunk: UpdateChunk) -> list[str]:
-        return [chunk.name(GRADIENT)] if chunk in self._there else []
+        return [chunk.name(GRADIENT)] if chunk in self._used else []
+
+    def take(self) -> None:
+        self._used, self._there = self._there, {}
+        self._squares.clear()
+        self._new.clear()
 
     def forget(self, chunk: UpdateChunk) -> None:
         """Delete the gradient of a chunk without writing it."""
-        if self._there.pop(chunk, None) is not None:
+        if self._used.pop(chunk, None) is not None:
             self._store.delete(chunk.name(GRADIENT))
-        self._squares.pop(chunk, None)
-        self._new.pop(chunk, None)
 
     def clear(self) -> None:
         self.settle()
-        for chunk in list(self._there):
-            self.forget(chunk)
+        for chunk in self._there:
+            self._store.delete(chunk.name(GRADIENT))
+        self._there.clear()
+        self._squares.clear()
+        self._new.clear()
 
     def settle(self) -> None:
         leaving, self._leaving = self._leaving, []

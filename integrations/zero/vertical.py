@@ -330,6 +330,7 @@ class Vertical:
         self._wanted: dict[tuple[int, Any, int], list[Any]] = {}
         self._weights: dict[tuple[int, torch.device], torch.Tensor] = {}
         devices = dict.fromkeys(group.device for group in streamed.groups)
+        self._cores = torch.get_num_threads()
         self._kinds = dict.fromkeys(["cpu", *(device.type for device in devices)])
         self._loss_of, self._batches = loss_of, batches
         self._autocast, self._default = self._casts(), torch.get_default_device()
@@ -385,6 +386,8 @@ class Vertical:
 
     def _body(self, number: int) -> Callable[[], None]:
         def body() -> None:
+            if torch.get_num_threads() != self._cores:  # an update uses fewer at the time
+                torch.set_num_threads(self._cores)
             with torch.enable_grad(), casting(self._autocast), self._settings():
                 loss = self._loss_of(self._batches[number])
                 if (

@@ -250,14 +250,19 @@ def test_an_interrupt_that_another_thread_takes_waits_until_a_rank_is_started():
     other = threading.Thread(target=lambda: (awake.set(), done.wait(60)))  # blocks no signal
     other.start()
     awake.wait()
-    whole = False
+    whole = []
     handler = signal.getsignal(signal.SIGINT)
-    try:
-        with pytest.raises(KeyboardInterrupt), _undisturbed():
+
+    def start():
+        with _undisturbed():
             os.kill(os.getpid(), signal.SIGINT)
             for _ in range(40):
                 time.sleep(0.005)
-            whole = True
+            whole.append(True)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start()
     finally:
         done.set()
         other.join()

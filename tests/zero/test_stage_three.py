@@ -62,6 +62,8 @@ def measured(folder):
             store.evict(list(store)).wait()
             held = sum(store.info(name).nbytes for name in store)
             optimizer.step()
+            optimizer.finish()  # and what the update has left
+            store.evict(list(store)).wait()
         sent, *moved = ((counters() - before) / STEPS).tolist()
         scratch = streamed.channel.workspace.lent_bytes
         unit = max(unit.nbytes for unit in streamed.groups)

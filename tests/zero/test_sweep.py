@@ -1,0 +1,167 @@
+"""The update of a streamed model runs behind the next forward, and gives the same bits."""
+
+import threading
+
+import pytest
+import torch
+
+import commpress
+from commpress.errors import InvalidArgument
+from commpress.integrations.zero.sweep import Sweep
+from small_store import open_store
+from stream_twin import OPTIONS, groups, loss_of, made, offloaded
+from zero_twin import clip
+
+LAYERS = 6
+NUMBER = 22  # of a parameter of the last layer in a state
+
+
+@pytest.fixture
+def store(tmp_path):
+    with open_store(tmp_path / "store", host="2MiB") as opened:
+        yield opened
+
+
+class Gate:
+    """Holds the update of the last layer until it is opened."""
+
+    def __init__(self, streamed, layer, optimizer, error=None):
+        self.open, self.reached = threading.Event(), threading.Event()
+        self.names = {stored.name for g in streamed.modules[layer].groups for stored in g.stored}
+        self.error = error
+        self._update = optimizer._update
+        optimizer._update = self
+
+    def __call__(self, chunk, *rest):
+        if chunk.values in self.names:
+            self.reached.set()
+            assert self.open.wait(60)
+            if self.error:
+                raise self.error
+        self._update(chunk, *rest)
+
+
+def stepped(store, layers=LAYERS, error=None, **more):
+    """A streamed model, its twin after the same step, and the update of its last layer, which
+    waits."""
+    net, other = made(layers=layers), made(layers=layers)
+    streamed = commpress.stream(net, store=store, chunk_mb=0.04)
+    optimizer, twin = offloaded(net, store, **more), torch.optim.AdamW(groups(other), **OPTIONS)
+    for step in range(3):
+        for one in (net, other):
+            loss_of(one, step, 0).backward()
+        clip(other.parameters(), 0.5)
+        gate = Gate(streamed, net.layers[-1], optimizer, error) if step == 2 else None
+        for one in (optimizer, twin):
+            one.step()
+            one.zero_grad()
+    assert gate.reached.wait(60)
+    return net, other, streamed, optimizer, twin, gate
+
+
+def in_a_thread(call):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    return thread, found
+
+
+def test_a_forward_goes_as_far_as_values_are_up_to_date(store):
+    net, other, streamed, optimizer, twin, gate = stepped(store)
+    entered = []
+    for layer in net.layers:
+        layer.register_forward_pre_hook(lambda layer, _: entered.append(layer))
+    thread, found = in_a_thread(lambda: loss_of(net, 3, 0))
+    thread.join(1)
+    assert thread.is_alive()
+    assert entered == list(net.layers)[:-1]
+    gate.open.set()
+    thread.join(60)
+    assert found[0].item() == loss_of(other, 3, 0).item()
+    found[0].backward()
+    loss_of(other, 3, 0).backward()
+    clip(other.parameters(), 0.5)
+    for one in (optimizer, twin):
+        one.step()
+    for name, value in streamed.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+def states(net, streamed, optimizer, store):
+    return {
+        "model": lambda: net.state_dict()["head.weight"],
+        "streamed": lambda: streamed.state_dict()["head.weight"],
+        "state": lambda: optimizer.state[net.layers[-1].down.weight]["exp_avg"],
+        "optimizer": lambda: optimizer.state_dict()["state"][NUMBER]["exp_avg"],
+        "report": lambda: optimizer.report() and None,
+        "commit": lambda: store.commit() and None,
+        "snapshot": lambda: store.snapshot("now") and None,
+        "local": lambda: optimizer.settle_weights(),
+        "close": lambda: store.close(),
+    }
+
+
+@pytest.mark.parametrize(
+    "reader",
+    ["streamed", "state", "optimizer", "report", "commit", "snapshot", "local", "close"],
+)
+def test_who_reads_waits_for_the_end(store, reader):
+    net, other, streamed, optimizer, twin, gate = stepped(store)
+    thread, found = in_a_thread(states(net, streamed, optimizer, store)[reader])
+    thread.join(0.3)
+    assert thread.is_alive()
+    gate.open.set()
+    thread.join(60)
+    wanted = {
+        "streamed": lambda: other.state_dict()["head.weight"],
+        "state": lambda: twin.state[other.layers[-1].down.weight]["exp_avg"],
+        "optimizer": lambda: twin.state_dict()["state"][NUMBER]["exp_avg"],
+    }
+    if reader in wanted:
+        assert torch.equal(found[0], wanted[reader]())
+    assert found
+    assert not optimizer._running or reader == "streamed"
+
+
+def test_an_error_of_the_update_is_raised_where_its_values_are_wanted(store):
+    net, _, streamed, optimizer, _, gate = stepped(store, error=InvalidArgument("lost"))
+    gate.open.set()
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="lost"):
+            loss_of(net, 3, 0)
+    with pytest.raises(InvalidArgument, match="lost"):
+        optimizer.step()
+    with pytest.raises(InvalidArgument, match="lost"):
+        streamed.state_dict()
+
+
+def test_values_kept_in_memory_for_the_forward_are_not_read_again(tmp_path):
+    with open_store(tmp_path / "store", host="2MiB") as store:
+        _, _, _, optimizer, _, gate = stepped(store)
+        gate.open.set()
+        optimizer.finish()
+        last = next(chunk for chunk in optimizer.chunks if chunk.values in gate.names)
+        assert last.passes
+        assert store.info(last.values).tier == "host"
+
+
+def test_nothing_waits_where_no_state_is_on_disk(tmp_path):
+    """Then an update is as fast as memory and would only compete with the forward."""
+    with open_store(tmp_path / "store", host="64MiB") as store:
+        net = made()
+        commpress.stream(net, store=store, chunk_mb=0.04)
+        optimizer = offloaded(net, store)
+        loss_of(net, 0, 0).backward()
+        optimizer.step()
+        assert optimizer._running is None
+
+
+def test_an_update_that_has_ended_waits_for_nobody():
+    done = threading.Event()
+    sweep = Sweep(["a", "b"], lambda tell: (tell("a"), done.wait(60), tell("b")))
+    sweep.wait(["a"])
+    assert sweep.has(["a"])
+    assert not sweep.has(["b"])
+    done.set()
+    sweep.finish()
+    sweep.wait(["b"])
