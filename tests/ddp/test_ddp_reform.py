@@ -117,13 +117,15 @@ def lose_and_choose(file, tried_out):
     def run():
         group, rank = dist.group.WORLD, dist.get_rank()
         torch.manual_seed(0)
-        by_trial, by_plan = (DistributedDataParallel(Net()) for _ in range(2))
+        by_trial, by_plan, by_rank = (DistributedDataParallel(Net()) for _ in range(3))
         states = [
             commpress.compress(by_trial, "auto:int8"),
             commpress.compress(by_plan, PerLayer("int4", 2), min_numel=1),
+            commpress.compress(by_rank, PerLayer("powersgd-4+fp8", 4), min_numel=1),
         ]
         every = [
-            (model, torch.optim.SGD(model.parameters(), lr=0.05)) for model in (by_trial, by_plan)
+            (model, torch.optim.SGD(model.parameters(), lr=0.05))
+            for model in (by_trial, by_plan, by_rank)
         ]
         before = TRIAL + 2 if tried_out else 5
         for number in range(before):
@@ -138,7 +140,7 @@ def lose_and_choose(file, tried_out):
         for number in range(before, before + TRIAL + 3):
             for model, optimizer in every:
                 step(model, optimizer, rank, number)
-        rules = states[1].choice.state()["rules"]
+        rules = [state.choice.state()["rules"] for state in states[1:]]
         choice = [state.counters.choice for state in states]
         return (
             chosen[0],
@@ -163,6 +165,6 @@ def test_survivors_choose_codecs_alike(mortal, tmp_path, tried_out):
     assert all(one[2]), "the trial that began anew has ended, and codecs were planned again"
     assert one[2][0] == one[0] or not tried_out, "what was chosen stays"
     assert one[3] == two[3]
-    assert one[3]
+    assert all(one[3]), "codecs, and ranks of matrices"
     for mine, theirs in zip(one[4], two[4], strict=True):
         assert torch.equal(mine, theirs)
