@@ -202,6 +202,7 @@ class RealWorld(World):
         self.kind.alone()
         if self.rank is not None:
             self.rank.owner.channel.reform(own_transport(self.group))
+            self.rank.owner.process_group = self.group  # torch's own all-reduces of a hook
             self.rank.owner.reform(change[self.place])()
 
     def die(self, number: int, victim: int, after: int, reached: Any) -> tuple[list[Any], bool]:
@@ -447,6 +448,7 @@ REAL = {
     "hook, accumulation": hook("int8", Accumulated),
     "hook, static graph": hook("sign", Static),
     "hook, nodes": hook(MIXED, InNodes, topology="2,1"),
+    "hook, ranks of layers": hook(commpress.PerLayer("powersgd-4+fp8", 2)),
     "FSDP2": shards("int4", "int8"),
     "FSDP2, matrices": shards(WHOLE),
     "FSDP2, differences": shards("int4", commpress.Difference("int4")),
