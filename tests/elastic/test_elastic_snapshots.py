@@ -49,6 +49,19 @@ def test_the_newest_is_found_again_and_older_ones_go(tmp_path):
     again.close()
 
 
+def test_a_state_of_fewer_tensors_replaces_one_of_more(tmp_path):
+    snapshots = opened(tmp_path)
+    snapshots.save(5, *state(5))
+    tensors = []
+    document = packed({"w": torch.arange(9)}, tensors)
+    snapshots.save(10, document, tensors)
+    step, *found = snapshots.load()
+    assert step == 10
+    assert same(found, (document, tensors))
+    assert sorted(snapshots.store) == ["document", "hash", "tensor-0"], "the others take no room"
+    snapshots.close()
+
+
 def test_processes_of_one_machine_have_a_store_each(tmp_path):
     first, second = opened(tmp_path), opened(tmp_path)
     assert {first.place.name, second.place.name} == {"0", "1"}
