@@ -6,6 +6,7 @@ memory.
     python examples/larger_than_memory.py --folder /nvme/run1                    # 16.5 GiB of state
     python examples/larger_than_memory.py --folder /nvme/run1 --width 512 --layers 24 --host 0.3
     python examples/larger_than_memory.py --folder /nvme/run1 --micro-batches 8     # a step
+    python examples/larger_than_memory.py --folder /nvme/run1 --in-backward         # fewer bytes
     python examples/larger_than_memory.py --plain                     # the same in memory: the same
                                                                       losses
     python examples/larger_than_memory.py --plain --forget --steps 2  # the first two of these, in
@@ -175,6 +176,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--lr", type=float, default=5e-6)
     parser.add_argument("--chunk-mb", type=float, default=16.0)
+    parser.add_argument("--in-backward", action="store_true", help="updates, without clipping")
     parser.add_argument("--plain", action="store_true", help="in memory, for comparison")
     parser.add_argument(
         "--forget",
@@ -199,13 +201,9 @@ def main() -> None:
         print(f"first values go into {options.folder}, block by block", flush=True)
         streamed = commpress.stream(model, store=store, chunk_mb=options.chunk_mb)
         print(f"moments beside them; peak {peak():.2f} GiB so far", flush=True)
+        adam |= {"gradients": "backward"} if options.in_backward else {"max_grad_norm": 1.0}
         optimizer = commpress.Offloaded(
-            model.parameters(),
-            torch.optim.AdamW,
-            store=store,
-            chunk_mb=options.chunk_mb,
-            max_grad_norm=1.0,
-            **adam,
+            model.parameters(), torch.optim.AdamW, store=store, chunk_mb=options.chunk_mb, **adam
         )
         train(options, model, optimizer, streamed)
         written = f"written {store.wear.written / 2**30:.1f} GiB in all"

@@ -204,14 +204,16 @@ class Access:
 
     def evict(self, names: str | Iterable[str]) -> Pending[None]:
         self.background.check()
+        who, names = caller(), [names] if isinstance(names, str) else list(names)
         with self._catalog.changed:
             blocks = self._catalog.blocks_of(names)
-            for block in blocks:
-                if block.used:
-                    held = next(name for name, use in block.uses.items() if use)
+            for name in names:
+                use = self._catalog.block(name).uses.get(name)
+                if use and who in use.holders():
                     raise InvalidArgument(
-                        f"{held!r} is borrowed and cannot be evicted: leave its context first"
+                        f"{name!r} is borrowed and cannot be evicted: leave its context first"
                     )
+            blocks = [block for block in blocks if not block.used]
         return self._write_back(blocks, leave=True)
 
     def flush(self, names: Iterable[str] | None) -> Pending[None]:

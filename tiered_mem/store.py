@@ -278,7 +278,8 @@ class TieredStore:
         return self._access.prefetch(names)
 
     def evict(self, names: str | Iterable[str]) -> Pending[None]:
-        """Write tensors that are newer in memory to disk, and free their memory."""
+        """Write tensors that are newer in memory to disk, and free their memory. What others use,
+        or tensors packed with it, stays."""
         return self._access.evict(names)
 
     def flush(self, names: Iterable[str] | None = None) -> Pending[None]:

@@ -21,6 +21,7 @@ import torch
 from commpress.collectives.channel import Channel
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.averaging import averaging_check
+from commpress.integrations.zero.backward_updates import BackwardUpdates
 from commpress.integrations.zero.moments import Moments, check_moments
 from commpress.integrations.zero.stored_state import StoredOptimizer, StoredState
 from commpress.integrations.zero.streamed import Streamed
@@ -76,7 +77,10 @@ class Offloaded(StoredOptimizer):
     DistributedDataParallel or FSDP, or use ``Partitioned(..., store=store)`` instead.
 
     - ``gradients``: "parameters" leaves them in ``parameter.grad``; "store" adds them up in the
-      store, in float32, during backward, and leaves ``parameter.grad`` None. "delayed": ``step``
+      store, in float32, during backward, and leaves ``parameter.grad`` None. "backward", of
+      streamed parameters: each chunk is updated in backward, as soon as its gradient is whole,
+      which then never leaves memory; one backward, or ``streamed.accumulate``, a step, and no
+      clipping. "delayed": ``step``
       takes them from ``parameter.grad``, and the update runs during the next forward and backward,
       which use weights that are one step old; parameters get the new values in the next ``step``,
       or by ``finish``.
@@ -98,7 +102,7 @@ class Offloaded(StoredOptimizer):
         optimizer: type[torch.optim.Optimizer],
         *,
         store: TieredStore,
-        gradients: Literal["parameters", "store", "delayed"] = "parameters",
+        gradients: Literal["parameters", "store", "delayed", "backward"] = "parameters",
         prefix: str = "optimizer",
         chunk_mb: float = 64.0,
         max_grad_norm: float | None = None,
@@ -113,9 +117,15 @@ class Offloaded(StoredOptimizer):
                 f"store is {store!r}, expected an open store: commpress.TieredStore.open(folder, "
                 "host='8GiB')"
             )
-        if gradients not in ("parameters", "store", "delayed"):
+        if gradients not in ("parameters", "store", "delayed", "backward"):
             raise InvalidArgument(
-                f"gradients is {gradients!r}, expected 'parameters', 'store' or 'delayed'"
+                f"gradients is {gradients!r}, expected 'parameters', 'store', 'delayed' or "
+                "'backward'"
+            )
+        if gradients == "backward" and max_grad_norm is not None:
+            raise InvalidArgument(
+                "max_grad_norm is given, but gradients='backward' updates before the norm of all "
+                "gradients is known: leave one of them out"
             )
         if not chunk_mb > 0:
             raise InvalidArgument(f"chunk_mb is {chunk_mb!r}, expected a positive number")
@@ -146,6 +156,7 @@ class Offloaded(StoredOptimizer):
         self.chunks = chunks(places, max(int(chunk_mb * 1e6 / 4), 1), prefix, elsewhere)
         self._channels = _channels_of(parameters, clipped=max_grad_norm is not None)
         self._of_values = {chunk.values: chunk for chunk in self.chunks if chunk.values}
+        self._group_of = {stored.name: g for g in elsewhere.values() for stored in g.stored}
         self._coded = Moments(store, quantised=moments is not None)
         self.state = StoredState(  # type: ignore[assignment]
             store, self.chunks, self._moments, self._scalars, self._coded, self.finish
@@ -157,10 +168,16 @@ class Offloaded(StoredOptimizer):
                 "gradients is 'delayed', but streamed parameters have no second copy for the next "
                 "forward: expected 'parameters' or 'store'"
             )
+        if gradients == "backward" and self.streamed is None:
+            raise InvalidArgument(
+                "gradients is 'backward', but the parameters are not streamed: backward needs "
+                "their present values. Call commpress.stream(model, store=store) first, or pass "
+                "'store'"
+            )
         self._beside = ThreadPoolExecutor(1, "offloaded") if self.delayed else None
         self._pending: Future[list[Handed[None]]] | None = None
         self._next: dict[int, torch.Tensor] = {}  # new values, not yet copied to parameters
-        self._streams = gradients == "store" or self.streamed is not None
+        self._streams = gradients in ("store", "backward") or self.streamed is not None
         self._versions: dict[int, int] = {}
         self._running: Sweep | None = None  # an update behind which the next forward runs
         self._choose_tiers(budgets)
@@ -168,6 +185,9 @@ class Offloaded(StoredOptimizer):
         self._disk = any(chunk.passes for chunk in self.chunks)  # the disk is used during a step
         kind = StoredGradients if self._streams else ParameterGradients
         self._gradients = kind(store, self.chunks)
+        self._early = (
+            BackwardUpdates(self._start, self._update_early) if gradients == "backward" else None
+        )
         with torch.no_grad():
             if self._meta in store:
                 self._resume()
@@ -258,6 +278,8 @@ class Offloaded(StoredOptimizer):
             parameters = [p for p in parameters if id(p) not in self.streamed.group_of]
         if self.streamed is not None:
             self.streamed.takers.append(stored)
+        if self._early is not None:
+            stored.whole = self._whole
         return [stored.hook(p) for p in parameters]
 
     def _take_row(self, into: StoredGradients, group: StreamedGroup, row: torch.Tensor) -> None:
@@ -291,7 +313,8 @@ class Offloaded(StoredOptimizer):
 
     def _step(self) -> None:
         self._gradients.settle()
-        self.finish()
+        if self._early is None or not self._early.begun:
+            self._start()
         if self.delayed:
             self._gradients.take()
         factor, finite = self._clipping(self._norm)
@@ -299,29 +322,55 @@ class Offloaded(StoredOptimizer):
             self._forget()
             self._skip()
             return
-        self._coded.step = self.steps_done
-        self._groups = [
-            {k: v for k, v in group.items() if k != "params"} for group in self.param_groups
-        ]
+        self.meter.steps += 1
         if self._beside is not None:
             self._pending = self._beside.submit(self._step_beside, factor, self._handed())
         else:
             if self._streams:
                 self._gradients.take()
-            self._update_all(factor)
+            updated = set() if self._early is None else self._early.end()
+            self._update_all(factor, [chunk for chunk in self.chunks if chunk not in updated])
             self._forget()
         self._ended()
 
-    def _update_all(self, factor: torch.Tensor | None) -> None:
-        """Update all chunks, those of streamed parameters in a thread if it is of use: then the
-        next forward waits for a group when it needs it."""
+    def _start(self) -> None:
+        """Fix the options of a step before its first update, and after the last of the one
+        before."""
+        self.finish()
+        self._coded.step = self.steps_done
+        self._groups = [
+            {k: v for k, v in group.items() if k != "params"} for group in self.param_groups
+        ]
+
+    def _whole(self, chunk: UpdateChunk) -> bool:
+        """Update a chunk whose gradient is complete, if it will not get another one in this
+        step."""
+        assert self._early is not None
+        group = self._group_of[chunk.values] if chunk.values else None
+        if group is None or group.shared or chunk.on == "device" or self._replicas is not None:
+            return False
+        self._early.add(chunk)
+        return True
+
+    @torch.no_grad()
+    def _update_early(self, chunk: UpdateChunk, later: Sequence[UpdateChunk]) -> None:
+        for one in later:
+            self.store.prefetch(one.names())
+        self._update(chunk, None, set())
+        self._gradients.forget(chunk)
+        for pending in self._leave(chunk, stays=True):
+            pending.wait()
+
+    def _update_all(self, factor: torch.Tensor | None, chunks: Sequence[UpdateChunk]) -> None:
+        """Update chunks, those of streamed parameters in a thread if it is of use: then the next
+        forward waits for a group when it needs it."""
         if self._replicas is not None and (self.averaged or self._replicas.over):
             self._replicas = None
-        first = [chunk for chunk in self.chunks if not chunk.values]
-        later = self.chunks[len(first) :]
+        first = [chunk for chunk in chunks if not chunk.values]
+        later = chunks[len(first) :]
         alone = not self._disk or self._replicas is not None
         if alone or not later or any(chunk.on == "device" for chunk in later):
-            self._measured(factor, self.chunks)
+            self._measured(factor, chunks)
             return
         assert self.streamed is not None
         self._measured(factor, first)
@@ -329,13 +378,15 @@ class Offloaded(StoredOptimizer):
             (chunk.values for chunk in later),
             lambda done: self._measured(factor, later, done),
         )
-        for group in {*self.streamed.group_of.values()}:
+        for group in self._group_of.values():
             group.sweep = self._running
 
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for the update of the last step, and copy the values of a delayed one to the
         parameters."""
+        if self._early is not None:
+            self._early.wait()
         if (running := self._running) is not None:
             try:
                 running.finish()
@@ -375,7 +426,6 @@ class Offloaded(StoredOptimizer):
         begin, counters, wear = perf_counter(), self.store.counters, self.store.wear
         stalled, written = counters.stall_seconds, wear.written
         self._sweep(factor, chunks, done)
-        self.meter.steps += self.chunks[-1] in chunks
         self.meter.seconds += perf_counter() - begin
         self.meter.stalled += self.store.counters.stall_seconds - stalled
         self.meter.written += self.store.wear.written - written
@@ -393,7 +443,7 @@ class Offloaded(StoredOptimizer):
     ) -> None:
         """Update chunks one after the other. ``done``: called after each with the name of its
         streamed values, which then stay in memory for the forward that waits."""
-        leaving = list[Pending[None]]()
+        leaving = list[list[Pending[None]]]()
         written = {i for i, version in self._now().items() if version != self._versions.get(i)}
         # nothing is being written yet: read all that fits during the update of resident chunks
         if not self._streams:
@@ -404,21 +454,26 @@ class Offloaded(StoredOptimizer):
                 self.store.prefetch(later.names() + self._gradients.names(later))
             self._update(chunk, factor, written)
             self._gradients.forget(chunk)
-            if chunk.passes:
-                kept = {chunk.values} if done else set()
-                leaving.append(self.store.evict(n for n in chunk.names() if n not in kept))
-                if kept:
-                    leaving.append(self.store.flush(kept))
+            leaving.append(self._leave(chunk, stays=done is not None))
             if done:
                 done(chunk.values)
-            if len(leaving) > 2:
-                leaving.pop(0).wait()
-        for pending in leaving:
-            pending.wait()
+            for pending in leaving.pop(0) if len(leaving) > 2 else ():
+                pending.wait()
+        for every in leaving:
+            for pending in every:
+                pending.wait()
         if not done:  # of parameters that are not streamed
             self._versions = self._now()
         if self._replicas is not None:
             self._replicas.compare()
+
+    def _leave(self, chunk: UpdateChunk, *, stays: bool) -> list[Pending[None]]:
+        """Begin to write a chunk back. Streamed values may stay in memory for the next forward."""
+        if not chunk.passes:
+            return []
+        here = [name for name in chunk.names() if stays and name == chunk.values]
+        gone = self.store.evict(name for name in chunk.names() if name not in here)
+        return [gone, self.store.flush(here)] if here else [gone]
 
     def _settle(self, chunk: UpdateChunk) -> None:
         """Pin a resident chunk with a budget, so that it is never evicted."""
@@ -592,6 +647,8 @@ class Offloaded(StoredOptimizer):
         for hook in self._hooks:
             hook.remove()
         self.finish()
+        if self._early is not None:
+            self._early.close()
         if self._beside is not None:
             self._beside.shutdown()
 

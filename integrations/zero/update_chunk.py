@@ -293,6 +293,7 @@ class StoredGradients(ParameterGradients):
         self._squares: dict[UpdateChunk, float] = {}  # squares of norms of complete gradients
         self._new: dict[UpdateChunk, set[ChunkRange]] = {}  # ranges in this backward
         self._leaving: list[Pending[None]] = []
+        self.whole: Callable[[UpdateChunk], bool] | None = None  # takes a complete gradient, or not
         self.syncing = True  # False: gradients add up in memory, in float32
         self._held: dict[torch.Tensor, torch.Tensor] = {}  # those, by parameter
         self._ranges: dict[torch.Tensor, list[tuple[UpdateChunk, ChunkRange]]] = {}
@@ -337,7 +338,6 @@ class StoredGradients(ParameterGradients):
 
     @torch.no_grad()
     def add(self, chunk: UpdateChunk, values: dict[ChunkRange, torch.Tensor]) -> None:
-        assert chunk not in self._used, "a gradient before the last update"
         there, name = self._there.setdefault(chunk, set()), chunk.name(GRADIENT)
         new = self._new.setdefault(chunk, set())
         if not there:
@@ -356,6 +356,12 @@ class StoredGradients(ParameterGradients):
         self._squares.pop(chunk, None)
         if len(new) == len(chunk.ranges):
             new.clear()
+            if self.whole is not None:
+                self._used[chunk] = there
+                if self.whole(chunk):
+                    del self._there[chunk]
+                    return
+                del self._used[chunk]
             self._squares[chunk] = self._square(chunk)
             if chunk.passes:
                 self._leaving.append(self._store.evict(name))
@@ -387,7 +393,7 @@ class StoredGradients(ParameterGradients):
         return [chunk.name(GRADIENT)] if chunk in self._used else []
 
     def take(self) -> None:
-        self._used, self._there = self._there, {}
+        self._used, self._there = self._used | self._there, {}
         self._squares.clear()
         self._new.clear()
 

@@ -67,6 +67,28 @@ def test_put_replaces_whatever_the_size(store):
     assert len(store) == 1
 
 
+def test_what_another_thread_uses_stays_when_its_pack_is_evicted(tmp_path):
+    with open_store(tmp_path) as store:
+        for name in ("x", "beside"):
+            store.put(name, torch.arange(9.0))
+        used, over = threading.Event(), threading.Event()
+
+        def reads():
+            with store.borrow("beside", write=False):
+                used.set()
+                over.wait(60)
+
+        thread = threading.Thread(target=reads)
+        thread.start()
+        assert used.wait(60)
+        store.evict("x").wait()
+        assert store.info("x").tier == "host"
+        over.set()
+        thread.join()
+        store.evict("x").wait()
+        assert store.info("beside").tier == "disk", "they are in one pack"
+
+
 def test_tensors_without_elements(tmp_path):
     """They move as others do, whether they are packed or not."""
     options = {"options": Options(chunk_bytes=64 << 10, pack_below=0, pack_bytes=32 << 10)}

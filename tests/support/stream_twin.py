@@ -68,6 +68,12 @@ def made(seed: int = 5, **more: Any) -> Words:
     return Words(**more)
 
 
+def untied(**more: Any) -> Words:
+    net = made(**more)
+    net.head.weight = nn.Parameter(torch.randn(WORDS, WIDTH) / 7)
+    return net
+
+
 def loss_of(net: nn.Module, step: int, part: int, rank: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed((step * 31 + part) * 31 + rank)
     ids = torch.randint(0, WORDS, (2, 9), generator=generator)

@@ -9,11 +9,12 @@ import commpress
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.sweep import Sweep
 from small_store import open_store
-from stream_twin import OPTIONS, groups, loss_of, made, offloaded
+from stream_twin import OPTIONS, groups, loss_of, made, offloaded, untied
 from zero_twin import clip
 
 LAYERS = 6
 NUMBER = 22  # of a parameter of the last layer in a state
+NEVER = 1e9  # a norm that is not reached: what has no gradient has zeros
 
 
 @pytest.fixture
@@ -23,11 +24,11 @@ def store(tmp_path):
 
 
 class Gate:
-    """Holds the update of the last layer until it is opened."""
+    """Holds the update of a module until it is opened."""
 
-    def __init__(self, streamed, layer, optimizer, error=None):
+    def __init__(self, streamed, module, optimizer, error=None):
         self.open, self.reached = threading.Event(), threading.Event()
-        self.names = {stored.name for g in streamed.modules[layer].groups for stored in g.stored}
+        self.names = {stored.name for g in streamed.modules[module].groups for stored in g.stored}
         self.error = error
         self._update = optimizer._update
         optimizer._update = self
@@ -165,3 +166,137 @@ def test_an_update_that_has_ended_waits_for_nobody():
     done.set()
     sweep.finish()
     sweep.wait(["b"])
+
+
+# ---------------------------------------------------------------- in backward
+
+
+def in_backward(store, make=made, **more):
+    net, other = make(layers=LAYERS), make(layers=LAYERS)
+    streamed = commpress.stream(net, store=store, chunk_mb=0.04)
+    given = {"gradients": "backward", "max_grad_norm": None} | more
+    return (
+        net,
+        other,
+        streamed,
+        offloaded(net, store, **given),
+        torch.optim.AdamW(groups(other), **OPTIONS),
+    )
+
+
+def test_updates_in_backward_equal_those_of_step(store):
+    """With a schedule, tied, frozen and unused parameters."""
+    net, other, streamed, optimizer, twin = in_backward(store)
+    early = []
+    optimizer._early._update = lambda chunk, later, run=optimizer._early._update: (
+        early.append((chunk, len(later))),
+        run(chunk, later),
+    )
+    for step in range(5):
+        for model, one in ((net, optimizer), (other, twin)):
+            for group in one.param_groups:
+                group["lr"] = OPTIONS["lr"] * 0.9**step
+            loss_of(model, step, 0).backward()
+            clip(other.parameters(), NEVER)
+            one.step()
+            one.zero_grad()
+    for name, value in streamed.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+    for number, state in twin.state_dict()["state"].items():
+        found = optimizer.state_dict()["state"][number]
+        assert torch.equal(found["exp_avg_sq"], state["exp_avg_sq"])
+    once = {chunk.values for chunk, _ in early}
+    assert len(early) == 5 * len(once)
+    trained = {chunk.values for chunk in optimizer.chunks}
+    blocks = [group for layer in net.layers for group in streamed.modules[layer].groups]
+    assert once >= trained & {stored.name for group in blocks for stored in group.stored}
+    shared = [g for g in streamed.groups if g.shared]
+    assert shared
+    assert not once & {stored.name for g in shared for stored in g.stored}
+    assert max(ahead for _, ahead in early) == 2, "the next chunks are read"
+
+
+def test_updates_in_backward_begin_after_the_last_step(store):
+    """What no forward waits for is updated by the options of its own step."""
+    net, other, streamed, optimizer, twin = in_backward(store)
+    gate = Gate(streamed, net.unused, optimizer)
+    for step in range(2):
+        for one in (optimizer, twin):
+            for group in one.param_groups:
+                group["lr"] = OPTIONS["lr"] / (1 + step)
+        for model in (net, other):
+            loss = loss_of(model, step, 0)
+            thread, _ = in_a_thread(loss.backward)
+            if model is net and step == 1:
+                thread.join(0.3)
+                assert thread.is_alive(), "the update of the step before goes on"
+                gate.open.set()
+            thread.join(60)
+        clip(other.parameters(), NEVER)
+        for one in (optimizer, twin):
+            one.step()
+            one.zero_grad()
+    for name, value in streamed.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+def test_gradients_of_updates_in_backward_never_leave_memory(tmp_path):
+    written = []
+    for gradients in ("store", "backward"):
+        with open_store(tmp_path / gradients, host="2MiB") as store:
+            net, _, _, optimizer, _ = in_backward(store, gradients=gradients)
+            for step in range(3):
+                before = store.traffic()[1]
+                loss_of(net, step, 0).backward()
+                optimizer.step()
+                optimizer.finish()
+            written.append(store.traffic()[1] - before)
+            layers = {c for c in optimizer.chunks if c.passes and c.numel}
+    assert written[0] - written[1] >= 0.7 * 4 * sum(chunk.numel for chunk in layers)
+
+
+def test_several_micro_batches_are_updated_after_the_last(store):
+    net, other, streamed, optimizer, twin = in_backward(store, untied)
+    for step in range(3):
+        streamed.accumulate(lambda part, step=step: loss_of(net, step, part), range(3))
+        for part in range(3):
+            loss_of(other, step, part).backward()
+        clip(other.parameters(), NEVER)
+        for one in (optimizer, twin):
+            one.step()
+            one.zero_grad()
+    for name, value in streamed.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+def test_a_second_backward_before_step_is_refused(store):
+    net, *_ = in_backward(store)
+    loss_of(net, 0, 0).backward()
+    with pytest.raises(InvalidArgument, match=r"second gradient before step.*accumulate"):
+        loss_of(net, 0, 1).backward()
+
+
+def test_an_error_of_an_update_in_backward_is_raised(store):
+    net, _, _, optimizer, _ = in_backward(store)
+
+    def lost(chunk, later):
+        raise InvalidArgument("lost")
+
+    optimizer._early._update = lost
+    with pytest.raises(InvalidArgument, match="lost"):
+        loss_of(net, 0, 0).backward()
+
+
+@pytest.mark.parametrize(
+    ("streams", "more", "message"),
+    [
+        (True, {"max_grad_norm": 1.0}, r"max_grad_norm is given, but gradients='backward'"),
+        (False, {"max_grad_norm": None}, r"not streamed.*Call commpress\.stream"),
+    ],
+)
+def test_what_cannot_be_updated_in_backward_is_refused(store, streams, more, message):
+    net = made()
+    if streams:
+        commpress.stream(net, store=store, chunk_mb=0.04)
+    with pytest.raises(InvalidArgument, match=message):
+        offloaded(net, store, gradients="backward", **more)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commpress
 from commpress.errors import InvalidArgument
 from small_store import open_store
-from stream_twin import OPTIONS, WIDTH, WORDS, groups, loss_of, made, offloaded
+from stream_twin import OPTIONS, WIDTH, WORDS, groups, loss_of, made, offloaded, untied
 from variants import first
 from zero_twin import Masters, clip
 
@@ -26,12 +26,6 @@ PARTS = 3
 def store(tmp_path):
     with open_store(tmp_path / "store", host="4MiB") as opened:
         yield opened
-
-
-def untied(**more):
-    net = made(**more)
-    net.head.weight = nn.Parameter(torch.randn(WORDS, WIDTH) / 7)
-    return net
 
 
 def accumulated(streamed, net, step, parts=PARTS, rank=0, **more):

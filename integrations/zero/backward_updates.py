@@ -1,0 +1,71 @@
+"""Updates of streamed parameters in backward, each as soon as its gradient is whole.
+
+backward   3   2   1   0
+update         3   2   1   0
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from commpress.errors import InvalidArgument
+from commpress.integrations.zero.update_chunk import UpdateChunk
+
+AHEAD = 2  # chunks to read during the update of one
+WAITING = 2  # chunks whose update has not ended; then backward waits
+
+
+class BackwardUpdates:
+    """A thread that updates chunks one after the other.
+
+    ``start`` is called before the first of a step; ``update(chunk, later)`` gets those that will
+    follow if this step is like the last one.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], None],
+        update: Callable[[UpdateChunk, Sequence[UpdateChunk]], None],
+    ) -> None:
+        self._start, self._update = start, update
+        self._thread = ThreadPoolExecutor(1, "update")
+        self._running: deque[Future[None]] = deque()
+        self._chunks: list[UpdateChunk] = []  # of this step
+        self._before: list[UpdateChunk] = []  # of the last one
+
+    @property
+    def begun(self) -> bool:
+        """Whether a chunk was updated in this step."""
+        return bool(self._chunks)
+
+    def add(self, chunk: UpdateChunk) -> None:
+        if not self._chunks:
+            self._start()
+        if chunk in self._chunks:
+            raise InvalidArgument(
+                f"{chunk.ranges[0].name!r} has a second gradient before step, but "
+                "gradients='backward' has updated it by the first one: call step after each "
+                "backward, or pass the micro-batches to streamed.accumulate"
+            )
+        at = len(self._chunks)
+        self._chunks.append(chunk)
+        later = (
+            self._before[at + 1 : at + 1 + AHEAD] if self._before[at : at + 1] == [chunk] else []
+        )
+        self._running.append(self._thread.submit(self._update, chunk, later))
+        while len(self._running) > WAITING:
+            self._running.popleft().result()
+
+    def wait(self) -> None:
+        """Wait for all updates; raise the error of one."""
+        while self._running:
+            self._running.popleft().result()
+
+    def end(self) -> set[UpdateChunk]:
+        """End a step; return the chunks that it has updated in backward."""
+        self.wait()
+        self._before, self._chunks = self._chunks, []
+        return set(self._before)
+
+    def close(self) -> None:
+        self._thread.shutdown()
