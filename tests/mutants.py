@@ -1724,8 +1724,8 @@ MUTANTS = [
     Mutant(
         "a second backward before step is taken",
         "integrations/zero/backward_updates.py",
-        "        if chunk in self._chunks:",
-        "        if False:",
+        "        if self._chunks:\n            self._refuse",
+        "        if False:\n            self._refuse",
         "tests/zero/test_sweep.py -k second_backward",
     ),
     Mutant(

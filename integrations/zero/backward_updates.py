@@ -7,6 +7,7 @@ update         3   2   1   0
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NoReturn
 
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.update_chunk import UpdateChunk
@@ -38,15 +39,23 @@ class BackwardUpdates:
         """Whether a chunk was updated in this step."""
         return bool(self._chunks)
 
+    def check(self) -> None:
+        """Refuse a second backward in a step."""
+        if self._chunks:
+            self._refuse(self._chunks[0])
+
+    def _refuse(self, chunk: UpdateChunk) -> NoReturn:
+        raise InvalidArgument(
+            f"{chunk.ranges[0].name!r} gets a second gradient before step, but "
+            "gradients='backward' has updated it by the first one: call step after each backward, "
+            "or pass the micro-batches to streamed.accumulate"
+        )
+
     def add(self, chunk: UpdateChunk) -> None:
         if not self._chunks:
             self._start()
         if chunk in self._chunks:
-            raise InvalidArgument(
-                f"{chunk.ranges[0].name!r} has a second gradient before step, but "
-                "gradients='backward' has updated it by the first one: call step after each "
-                "backward, or pass the micro-batches to streamed.accumulate"
-            )
+            self._refuse(chunk)
         at = len(self._chunks)
         self._chunks.append(chunk)
         later = (

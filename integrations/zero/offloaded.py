@@ -278,8 +278,8 @@ class Offloaded(StoredOptimizer):
             parameters = [p for p in parameters if id(p) not in self.streamed.group_of]
         if self.streamed is not None:
             self.streamed.takers.append(stored)
-        if self._early is not None:
-            stored.whole = self._whole
+        if self.streamed is not None and self._early is not None:
+            stored.whole, self.streamed.on_backward = self._whole, self._early.check
         return [stored.hook(p) for p in parameters]
 
     def _take_row(self, into: StoredGradients, group: StreamedGroup, row: torch.Tensor) -> None:

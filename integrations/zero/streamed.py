@@ -111,6 +111,7 @@ class Streamed(Divided, NotCopied):
         self._endings: dict[int, weakref.ref[Any]] = {}
         self._gradients: Gradients | None = None
         self.takers: list[GradientTaker] = []
+        self.on_backward: Callable[[], None] = lambda: None  # called before those of a step
         self._stay: ExitStack | None = None  # keeps what is fetched in memory
         self._accumulating = False
         # None after the first complete forward
@@ -130,6 +131,8 @@ class Streamed(Divided, NotCopied):
         graph = torch._C._current_graph_task_id()
         if graph not in self._endings:
             self.drop_aborted()
+            if not (self._endings or self._accumulating):
+                self.on_backward()
             ending = partial(self._end_backward, graph)
             self._endings[graph] = weakref.ref(ending)
             Variable._execution_engine.queue_callback(ending)
@@ -271,6 +274,7 @@ class Streamed(Divided, NotCopied):
         if self._accumulating:
             raise InvalidArgument("accumulate was called by loss_of of another accumulate")
         self.drop_aborted()
+        self.on_backward()
         self._accumulating = True
         try:
             with ExitStack() as stack:

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import commpress
 from commpress.errors import InvalidArgument
@@ -270,10 +271,12 @@ def test_several_micro_batches_are_updated_after_the_last(store):
 
 
 def test_a_second_backward_before_step_is_refused(store):
-    net, *_ = in_backward(store)
+    net, _, streamed, *_ = in_backward(store)
     loss_of(net, 0, 0).backward()
     with pytest.raises(InvalidArgument, match=r"second gradient before step.*accumulate"):
         loss_of(net, 0, 1).backward()
+    with pytest.raises(InvalidArgument, match="second gradient"):
+        streamed.accumulate(lambda part: loss_of(net, 0, part), range(2))
 
 
 def test_an_error_of_an_update_in_backward_is_raised(store):
@@ -300,3 +303,31 @@ def test_what_cannot_be_updated_in_backward_is_refused(store, streams, more, mes
         commpress.stream(net, store=store, chunk_mb=0.04)
     with pytest.raises(InvalidArgument, match=message):
         offloaded(net, store, gradients="backward", **more)
+
+
+def over_ranks(folder, gradients):
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+    with open_store(f"{folder}/{rank} {gradients}", host="2MiB") as store:
+        net = made(layers=LAYERS)
+        streamed = commpress.stream(net, store=store, chunk_mb=0.01)
+        optimizer = offloaded(net, store, gradients=gradients, max_grad_norm=None)
+        early = 0
+        for step in range(4):
+            loss_of(net, step, 0, rank).backward()
+            early = optimizer._early and len(optimizer._early._chunks)
+            if early:
+                with pytest.raises(InvalidArgument, match="second gradient"):
+                    loss_of(net, step, 1, rank).backward()
+            optimizer.step()
+        return early, {name: value.clone() for name, value in streamed.state_dict().items()}
+
+
+def test_updates_in_backward_of_several_ranks(pool, tmp_path):
+    stored, updated = (
+        pool.run(over_ranks, str(tmp_path), gradients, size=2)
+        for gradients in ("store", "backward")
+    )
+    for (_, wanted), (early, state) in zip(stored, updated, strict=True):
+        assert early > LAYERS
+        assert all(torch.equal(state[name], value) for name, value in wanted.items())
