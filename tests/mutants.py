@@ -1675,15 +1675,15 @@ MUTANTS = [
     Mutant(
         "a forward takes values that are not up to date",
         "integrations/zero/streamed_group.py",
-        "            self.sweep.wait([one.name for one in self.stored])",
+        "            sweep.wait([one.name for one in self.stored])",
         "            pass",
         "tests/zero/test_sweep.py -k forward",
     ),
     Mutant(
         "a state is read while it is updated",
         "integrations/zero/stored_state.py",
-        "        self._settle()\n        if parameter not in self:",
-        "        if parameter not in self:",
+        "    def __contains__(self, parameter: object) -> bool:\n        self._settle()\n",
+        "    def __contains__(self, parameter: object) -> bool:\n",
         "tests/zero/test_sweep.py -k who_reads",
     ),
     Mutant(

@@ -194,6 +194,19 @@ class Access:
 
     # ---------------------------------------------------------------- moving in the background
 
+    def held(self) -> str | None:
+        who = caller()
+        with self._catalog.changed:
+            return next(
+                (
+                    name
+                    for block in self._catalog.blocks.values()
+                    for name, use in block.uses.items()
+                    if who in use.holders()
+                ),
+                None,
+            )
+
     def prefetch(self, names: str | Iterable[str]) -> Pending[int]:
         self.background.check()
         with self._catalog.changed:

@@ -212,9 +212,19 @@ class TieredStore:
 
     def _settle(self) -> None:
         self._settlers = [one for one in self._settlers if one() is not None]
+        errors = []
         for one in self._settlers:
-            if (finish := one()) is not None:
-                finish()
+            try:
+                if (finish := one()) is not None:
+                    finish()
+            except Exception as error:  # the others are to be waited for, too
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def held(self) -> str | None:
+        """Return the name of a tensor that the caller has borrowed, if there is one."""
+        return self._access.held()
 
     def close(self) -> None:
         """End all threads and unlock the directories. Changes since the last commit are lost."""

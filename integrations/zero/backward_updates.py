@@ -33,6 +33,7 @@ class BackwardUpdates:
         self._running: deque[Future[None]] = deque()
         self._chunks: list[UpdateChunk] = []  # of this step
         self._before: list[UpdateChunk] = []  # of the last one
+        self._error: BaseException | None = None
 
     @property
     def begun(self) -> bool:
@@ -62,13 +63,20 @@ class BackwardUpdates:
             self._before[at + 1 : at + 1 + AHEAD] if self._before[at : at + 1] == [chunk] else []
         )
         self._running.append(self._thread.submit(self._update, chunk, later))
-        while len(self._running) > WAITING:
-            self._running.popleft().result()
+        self._wait_for(WAITING)
 
     def wait(self) -> None:
-        """Wait for all updates; raise the error of one."""
-        while self._running:
-            self._running.popleft().result()
+        """Wait for all updates; raise the error of one, each time."""
+        self._wait_for(0)
+        if self._error is not None:
+            raise self._error
+
+    def _wait_for(self, left: int) -> None:
+        while len(self._running) > left:
+            self._error = self._error or self._running[0].exception()
+            self._running.popleft()
+        if self._error is not None:
+            raise self._error
 
     def end(self) -> set[UpdateChunk]:
         """End a step; return the chunks that it has updated in backward."""

@@ -40,7 +40,9 @@ from commpress.integrations.zero.update_chunk import (
 from commpress.integrations.zero.wrapper import (
     MASTER,
     agreed,
+    copied,
     of_every_rank,
+    options_of,
     take_options,
 )
 from commpress.optim.layout import LocalWeights, held_of, is_cut, refuse_held, version_of
@@ -204,7 +206,7 @@ class Offloaded(StoredOptimizer):
             self._next = {
                 index: torch.empty_like(parameter) for parameter, index in self._index.items()
             }
-        store.settle_with(self.finish)
+        store.settle_with(self._wait)
         self._built = True
 
     def _choose_tiers(self, budgets: Mapping[str, int]) -> None:
@@ -279,7 +281,8 @@ class Offloaded(StoredOptimizer):
         if self.streamed is not None:
             self.streamed.takers.append(stored)
         if self.streamed is not None and self._early is not None:
-            stored.whole, self.streamed.on_backward = self._whole, self._early.check
+            stored.whole = self._whole
+            self.streamed.on_backward.append(self._early.check)
         return [stored.hook(p) for p in parameters]
 
     def _take_row(self, into: StoredGradients, group: StreamedGroup, row: torch.Tensor) -> None:
@@ -313,6 +316,7 @@ class Offloaded(StoredOptimizer):
 
     def _step(self) -> None:
         self._gradients.settle()
+        self.finish()
         if self._early is None or not self._early.begun:
             self._start()
         if self.delayed:
@@ -339,7 +343,8 @@ class Offloaded(StoredOptimizer):
         self.finish()
         self._coded.step = self.steps_done
         self._groups = [
-            {k: v for k, v in group.items() if k != "params"} for group in self.param_groups
+            {key: copied(value) for key, value in options_of(group).items()}
+            for group in self.param_groups
         ]
 
     def _whole(self, chunk: UpdateChunk) -> bool:
@@ -369,29 +374,26 @@ class Offloaded(StoredOptimizer):
         first = [chunk for chunk in chunks if not chunk.values]
         later = chunks[len(first) :]
         alone = not self._disk or self._replicas is not None
-        if alone or not later or any(chunk.on == "device" for chunk in later):
-            self._measured(factor, chunks)
+        alone = alone or any(chunk.on == "device" for chunk in later)
+        try:
+            self._measured(factor, chunks if alone else first)
+        except BaseException:
+            self._gradients.put_back()
+            raise
+        if alone or not later:
             return
-        assert self.streamed is not None
-        self._measured(factor, first)
         self._running = Sweep(
             (chunk.values for chunk in later),
             lambda done: self._measured(factor, later, done),
         )
-        for group in self._group_of.values():
-            group.sweep = self._running
+        for group in {self._group_of[chunk.values] for chunk in later}:
+            group.follow(self._running)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for the update of the last step, and copy the values of a delayed one to the
         parameters."""
-        if self._early is not None:
-            self._early.wait()
-        if (running := self._running) is not None:
-            try:
-                running.finish()
-            finally:
-                self._running = None
+        self._wait()
         pending, self._pending = self._pending, None
         if pending is not None:
             for each in pending.result():
@@ -399,6 +401,23 @@ class Offloaded(StoredOptimizer):
             for parameter, index in self._index.items():
                 parameter.copy_(self._next[index])
             self._versions = self._now()
+
+    def _wait(self) -> None:
+        """Wait for updates in other threads. The error of one is raised here each time, since half
+        of the parameters are updated."""
+        if self._early is not None:
+            self._early.wait()
+        running = self._running
+        if running is None:
+            return
+        if running.alive and (name := self.store.held()) is not None:
+            raise InvalidArgument(
+                f"{name!r} is borrowed here, and the update of the last step may wait for it: "
+                "leave its context first"
+            )
+        running.finish()
+        if self._running is running:
+            self._running = None
 
     def _handed(self) -> list[Handed[None]]:
         """Record the progress of this thread's streams, for another thread's streams to wait
@@ -646,10 +665,12 @@ class Offloaded(StoredOptimizer):
         open."""
         for hook in self._hooks:
             hook.remove()
-        self.finish()
+        if self._running is not None:
+            self._running.join()
         if self._early is not None:
             self._early.close()
         if self._beside is not None:
+            self.finish()
             self._beside.shutdown()
 
 

@@ -69,13 +69,16 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
                 self._ranges.setdefault(own.parameter, []).append((chunk, own))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
+        self._settle()
         stepped = [p for p, ranges in self._ranges.items() if ranges[0][0].stepped]
         return iter(sorted(stepped, key=lambda p: self._ranges[p][0][1].index))
 
     def __len__(self) -> int:
+        self._settle()
         return sum(ranges[0][0].stepped for ranges in self._ranges.values())
 
     def __contains__(self, parameter: object) -> bool:
+        self._settle()
         return (
             isinstance(parameter, torch.Tensor)
             and parameter in self._ranges
@@ -83,7 +86,6 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
         )
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
-        self._settle()
         if parameter not in self:
             raise KeyError(parameter)
         ranges = self._ranges[parameter]

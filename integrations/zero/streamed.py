@@ -111,7 +111,7 @@ class Streamed(Divided, NotCopied):
         self._endings: dict[int, weakref.ref[Any]] = {}
         self._gradients: Gradients | None = None
         self.takers: list[GradientTaker] = []
-        self.on_backward: Callable[[], None] = lambda: None  # called before those of a step
+        self.on_backward: list[Callable[[], None]] = []  # called before those of a step
         self._stay: ExitStack | None = None  # keeps what is fetched in memory
         self._accumulating = False
         # None after the first complete forward
@@ -132,11 +132,15 @@ class Streamed(Divided, NotCopied):
         if graph not in self._endings:
             self.drop_aborted()
             if not (self._endings or self._accumulating):
-                self.on_backward()
+                self._begin_backward()
             ending = partial(self._end_backward, graph)
             self._endings[graph] = weakref.ref(ending)
             Variable._execution_engine.queue_callback(ending)
         return graph
+
+    def _begin_backward(self) -> None:
+        for call in self.on_backward:
+            call()
 
     def drop_aborted(self) -> None:
         """Release groups held by a backward that ended with an error, in which case autograd frees
@@ -274,7 +278,7 @@ class Streamed(Divided, NotCopied):
         if self._accumulating:
             raise InvalidArgument("accumulate was called by loss_of of another accumulate")
         self.drop_aborted()
-        self.on_backward()
+        self._begin_backward()
         self._accumulating = True
         try:
             with ExitStack() as stack:

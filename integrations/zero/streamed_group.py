@@ -61,7 +61,7 @@ class StreamedGroup(FlatGroup):
     ) -> None:
         super().__init__(number, members, rank=rank, ranks=ranks)
         self.name, self.holders = name, 0
-        self.sweep: Sweep | None = None  # the latest update of its stored values
+        self._sweeps: list[Sweep] = []  # updates of its stored values
         self.kept, self.shared = False, False
         numel = max(numel // ALIGN, 1) * ALIGN
         owned = -(-self.owned // ALIGN) * ALIGN
@@ -85,14 +85,19 @@ class StreamedGroup(FlatGroup):
     def present(self) -> bool:
         return self.flat.untyped_storage().nbytes() > 0
 
+    def follow(self, sweep: Sweep) -> None:
+        """Wait for this update of stored values before they are used."""
+        names = [one.name for one in self.stored]
+        self._sweeps = [sweep, *(one for one in self._sweeps if not one.has(names))]
+
     def up_to_date(self) -> bool:
-        """Return whether the last update of its stored values is over."""
-        return self.sweep is None or self.sweep.has(one.name for one in self.stored)
+        """Return whether no update of its stored values is running."""
+        return all(sweep.has(one.name for one in self.stored) for sweep in self._sweeps)
 
     def settle(self) -> None:
-        """Wait until it is over."""
-        if self.sweep is not None:
-            self.sweep.wait([one.name for one in self.stored])
+        """Wait until none is."""
+        for sweep in self._sweeps:
+            sweep.wait([one.name for one in self.stored])
 
     @property
     def row(self) -> torch.Tensor:

@@ -46,8 +46,15 @@ class Sweep:
                 assert self._error is not None
                 raise self._error
 
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        self._thread.join()
+
     def finish(self) -> None:
         """Wait for the end; raise what has ended the update early."""
-        self._thread.join()
+        self.join()
         if self._error is not None:
             raise self._error

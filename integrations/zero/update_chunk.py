@@ -262,6 +262,9 @@ class ParameterGradients:
         """Return the tensors of the store to read for a chunk."""
         return []
 
+    def put_back(self) -> None:
+        """Keep the gradients of a step that failed, until they are cleared."""
+
     def forget(self, chunk: UpdateChunk) -> None:
         """Drop the gradient of a chunk, which was used or is not wanted."""
 
@@ -338,6 +341,11 @@ class StoredGradients(ParameterGradients):
 
     @torch.no_grad()
     def add(self, chunk: UpdateChunk, values: dict[ChunkRange, torch.Tensor]) -> None:
+        if chunk in self._used:
+            raise InvalidArgument(
+                f"{chunk.ranges[0].name!r} gets a gradient while it is updated: call step after "
+                "each backward, or pass the micro-batches to streamed.accumulate"
+            )
         there, name = self._there.setdefault(chunk, set()), chunk.name(GRADIENT)
         new = self._new.setdefault(chunk, set())
         if not there:
@@ -393,9 +401,12 @@ class StoredGradients(ParameterGradients):
         return [chunk.name(GRADIENT)] if chunk in self._used else []
 
     def take(self) -> None:
-        self._used, self._there = self._used | self._there, {}
+        self._used, self._there = self._there, {}
         self._squares.clear()
         self._new.clear()
+
+    def put_back(self) -> None:
+        self._used, self._there = {}, self._used
 
     def forget(self, chunk: UpdateChunk) -> None:
         """Delete the gradient of a chunk without writing it."""

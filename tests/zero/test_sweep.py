@@ -1,6 +1,8 @@
 """The update of a streamed model runs behind the next forward, and gives the same bits."""
 
 import threading
+import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -93,6 +95,7 @@ def states(net, streamed, optimizer, store):
     return {
         "model": lambda: net.state_dict()["head.weight"],
         "streamed": lambda: streamed.state_dict()["head.weight"],
+        "known": lambda: len(optimizer.state) and net.layers[-1].down.weight in optimizer.state,
         "state": lambda: optimizer.state[net.layers[-1].down.weight]["exp_avg"],
         "optimizer": lambda: optimizer.state_dict()["state"][NUMBER]["exp_avg"],
         "report": lambda: optimizer.report() and None,
@@ -105,7 +108,18 @@ def states(net, streamed, optimizer, store):
 
 @pytest.mark.parametrize(
     "reader",
-    ["streamed", "state", "optimizer", "report", "commit", "snapshot", "local", "close"],
+    [
+        "model",
+        "streamed",
+        "known",
+        "state",
+        "optimizer",
+        "report",
+        "commit",
+        "snapshot",
+        "local",
+        "close",
+    ],
 )
 def test_who_reads_waits_for_the_end(store, reader):
     net, other, streamed, optimizer, twin, gate = stepped(store)
@@ -115,6 +129,7 @@ def test_who_reads_waits_for_the_end(store, reader):
     gate.open.set()
     thread.join(60)
     wanted = {
+        "model": lambda: other.state_dict()["head.weight"],
         "streamed": lambda: other.state_dict()["head.weight"],
         "state": lambda: twin.state[other.layers[-1].down.weight]["exp_avg"],
         "optimizer": lambda: twin.state_dict()["state"][NUMBER]["exp_avg"],
@@ -122,7 +137,7 @@ def test_who_reads_waits_for_the_end(store, reader):
     if reader in wanted:
         assert torch.equal(found[0], wanted[reader]())
     assert found
-    assert not optimizer._running or reader == "streamed"
+    assert not optimizer._running or reader in ("model", "streamed")
 
 
 def test_an_error_of_the_update_is_raised_where_its_values_are_wanted(store):
@@ -135,6 +150,120 @@ def test_an_error_of_the_update_is_raised_where_its_values_are_wanted(store):
         optimizer.step()
     with pytest.raises(InvalidArgument, match="lost"):
         streamed.state_dict()
+
+
+def test_half_an_update_is_never_committed(store):
+    *_, optimizer, _, gate = stepped(store, error=InvalidArgument("lost"))
+    gate.open.set()
+    for call in (optimizer.report, optimizer.commit, store.commit, optimizer.commit):
+        with pytest.raises(InvalidArgument, match="lost"):
+            call()
+    optimizer.close()
+
+
+def test_who_is_interrupted_while_waiting_waits_again(store, monkeypatch):
+    _, other, streamed, optimizer, _, gate = stepped(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.finish()
+    thread, _ = in_a_thread(optimizer.commit)
+    thread.join(0.3)
+    assert thread.is_alive()
+    gate.open.set()
+    thread.join(60)
+    assert all(torch.equal(v, other.state_dict()[k]) for k, v in streamed.state_dict().items())
+
+
+def interrupted(thread):
+    raise KeyboardInterrupt
+
+
+def test_two_optimizers_of_one_model(store):
+    """A block waits for the updates of both."""
+    net, other = made(layers=LAYERS), made(layers=LAYERS)
+    streamed = commpress.stream(net, store=store, chunk_mb=0.02)
+    options = {"store": store, "chunk_mb": 0.02, **OPTIONS}
+    ours, twins = [], []
+    for number in range(2):
+        mine, its = (list(model.parameters())[number::2] for model in (net, other))
+        ours.append(commpress.Offloaded(mine, torch.optim.AdamW, prefix=f"own{number}", **options))
+        twins.append(torch.optim.AdamW(its, **OPTIONS))
+    first, slow = ours[0]._update, 0.002
+    ours[0]._update = lambda *given: (time.sleep(slow), first(*given))
+    for step in range(3):
+        for model in (net, other):
+            loss_of(model, step, 0).backward()
+        clip(other.parameters(), NEVER)
+        for one in (*ours, *twins):
+            one.step()
+            one.zero_grad()
+    for name, value in streamed.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+def test_a_rate_in_a_tensor_is_that_of_its_step(store):
+    net, other = made(layers=LAYERS), made(layers=LAYERS)
+    streamed = commpress.stream(net, store=store, chunk_mb=0.04)
+    rates = [torch.tensor(1e-2), torch.tensor(1e-2)]
+    optimizer = offloaded(net, store, max_grad_norm=None, lr=rates[0])
+    twin = torch.optim.AdamW(groups(other), **OPTIONS | {"lr": rates[1]})
+    gate = Gate(streamed, net.layers[-1], optimizer)
+    for model in (net, other):
+        loss_of(model, 0, 0).backward()
+    clip(other.parameters(), NEVER)
+    for one in (optimizer, twin):
+        one.step()
+    for group in optimizer.param_groups:
+        group["lr"].fill_(1.0)  # as a scheduler does
+    gate.open.set()
+    for name, value in streamed.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+def test_who_has_borrowed_what_the_update_waits_for_is_told(store):
+    *_, optimizer, _, gate = stepped(store)
+    with store.borrow(sorted(gate.names)[0], write=False):
+        for call in (store.commit, optimizer.state_dict):
+            with pytest.raises(InvalidArgument, match=r"borrowed here.*leave its context"):
+                call()
+    gate.open.set()
+    optimizer.commit()
+
+
+def test_after_a_step_that_failed_gradients_can_be_cleared(tmp_path):
+    with open_store(tmp_path / "store", host="64MiB") as store:
+        net = made()
+        commpress.stream(net, store=store, chunk_mb=0.04)
+        optimizer = offloaded(net, store)
+        loss_of(net, 0, 0).backward()
+        with monkeypatched(optimizer), pytest.raises(InvalidArgument, match="lost"):
+            optimizer.step()
+        optimizer.zero_grad()
+        loss_of(net, 0, 0).backward()
+        optimizer.step()
+
+
+@contextmanager
+def monkeypatched(optimizer):
+    def lost(*_):
+        raise InvalidArgument("lost")
+
+    before, optimizer._update = optimizer._update, lost
+    yield
+    optimizer._update = before
+
+
+def test_a_commit_of_the_store_leaves_a_delayed_update_delayed(store):
+    net = made()
+    optimizer = offloaded(net, store, gradients="delayed")
+    loss_of(net, 0, 0).backward()
+    before = net.head.weight.detach().clone()
+    optimizer.step()
+    store.commit()
+    assert torch.equal(net.head.weight, before)
+    optimizer.finish()
+    assert not torch.equal(net.head.weight, before)
 
 
 def test_values_kept_in_memory_for_the_forward_are_not_read_again(tmp_path):
@@ -191,6 +320,7 @@ def test_updates_in_backward_equal_those_of_step(store):
     early = []
     optimizer._early._update = lambda chunk, later, run=optimizer._early._update: (
         early.append((chunk, len(later))),
+        time.sleep(0.002),  # so that step finds some of them running
         run(chunk, later),
     )
     for step in range(5):
