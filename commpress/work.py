@@ -10,7 +10,7 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from traceback import clear_frames
 from typing import Any, Generic, Protocol, TypeVar
@@ -72,6 +72,13 @@ def overlapped(jobs: Iterable[Steps[T]], *, limit: int) -> Steps[list[T]]:
             yield work
             advance(i, steps)
     return [results[i] for i in range(len(results))]
+
+
+def started(name: str, call: Callable[[], object]) -> threading.Thread:
+    """Start a thread that makes this call, and that the end of the process does not wait for."""
+    thread = threading.Thread(target=call, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def future_on(device: torch.device) -> torch.futures.Future[Any]:

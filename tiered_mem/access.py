@@ -8,10 +8,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from types import TracebackType
 from typing import Literal
 
 import torch
@@ -21,6 +20,7 @@ from commpress.tiered_mem.arena import Arena
 from commpress.tiered_mem.blocks import Block, Catalog, Pending, Use, caller
 from commpress.tiered_mem.manifest import DTYPES
 from commpress.tiered_mem.residency import Residency
+from commpress.work import started
 
 Tier = Literal["host", "device"]
 
@@ -61,10 +61,7 @@ class Background:
             self.check()
             self._calls.put(call)
             if not self._idle.acquire(blocking=False):
-                self._threads.append(
-                    threading.Thread(target=self._serve, name="store", daemon=True)
-                )
-                self._threads[-1].start()
+                self._threads.append(started("store", self._serve))
 
     def in_order(self, call: Callable[[], None]) -> None:
         """Run a call after all earlier ones, so that reads in advance begin in the order of
@@ -88,13 +85,15 @@ class Background:
             self._idle.release()
 
 
+@dataclass(eq=False)
 class Access:
     """Borrowing, with one writer or many readers of a tensor at a time, and moves in the
     background."""
 
-    def __init__(self, catalog: Catalog, residency: Residency) -> None:
-        self._catalog, self._residency = catalog, residency
-        self.background, self.counters = Background(), AccessCounters()
+    _catalog: Catalog
+    _residency: Residency
+    background: Background = field(default_factory=Background)
+    counters: AccessCounters = field(default_factory=AccessCounters)
 
     # ---------------------------------------------------------------- borrowing
 
@@ -261,13 +260,8 @@ class Access:
         with self._catalog.changed:
             try:
                 for block in blocks:
-                    if (
-                        block.slot
-                        or block.moving
-                        or block.damage
-                        or not block.entries
-                        or self.background.closed
-                    ):
+                    stays = block.slot or block.moving or block.damage or self.background.closed
+                    if stays or not block.entries:
                         continue
                     if not r.bring(block, r.host, caller(), before=before):
                         break
@@ -328,19 +322,20 @@ class Access:
             self._catalog.changed.acquire()
 
 
+@dataclass(eq=False)
 class Borrow:
     """Context manager that yields a tensor of the store, also for ``async with``."""
 
-    def __init__(self, access: Access, name: str, on: Tier, write: bool) -> None:
-        self._access, self._name, self._on, self._write = access, name, on, write
-        self._tensor: torch.Tensor | None = None
+    _access: Access
+    _name: str
+    _on: Tier
+    _write: bool
+    _tensor: torch.Tensor | None = None
 
     def __enter__(self) -> torch.Tensor:
         return self._begin(caller())
 
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     async def __aenter__(self) -> torch.Tensor:
@@ -354,9 +349,7 @@ class Borrow:
             )
             raise
 
-    async def __aexit__(
-        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._end()
 
     def _begin(self, who: object) -> torch.Tensor:

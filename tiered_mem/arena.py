@@ -102,10 +102,8 @@ class Arena:
             self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
             self._view: memoryview | None = memoryview(self._memory)
         else:
-            self.bytes, self._view = (
-                torch.empty(self.capacity, dtype=torch.uint8, device=device),
-                None,
-            )
+            self.bytes = torch.empty(self.capacity, dtype=torch.uint8, device=device)
+            self._view = None
 
     @property
     def used(self) -> int:

@@ -202,8 +202,8 @@ class Catalog:
             self.changed.wait()
 
 
-def entry_of(name: str, tensor: torch.Tensor, start: int = 0) -> Entry:
-    """Describe a tensor that begins at ``start``; refuse tensors that cannot be stored."""
+def entry_of(name: str, tensor: torch.Tensor) -> Entry:
+    """Describe a tensor; refuse tensors that cannot be stored."""
     if (
         not isinstance(name, str)
         or not name
@@ -226,4 +226,4 @@ def entry_of(name: str, tensor: torch.Tensor, start: int = 0) -> Entry:
         raise InvalidArgument(
             f"{name!r} has shape {tuple(tensor.shape)}, expected one with strides of 64 bits"
         )
-    return Entry(name, start, tensor.numel() * tensor.element_size(), dtype, tuple(tensor.shape))
+    return Entry(name, 0, tensor.nbytes, dtype, tuple(tensor.shape))

@@ -5,7 +5,7 @@ verification, and copies of snapshots as new stores.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from commpress.errors import Damaged, DiskFailure, InvalidArgument, StorageError
@@ -21,18 +21,18 @@ from commpress.tiered_mem.residency import Residency, damaged
 AT_ONCE = 4  # chunks in memory during the copy of a snapshot
 
 
+@dataclass(eq=False)
 class Commits:
     """Commits, one at a time. Tensors may be borrowed between the cut and the manifest: the commit
     has the state of the cut."""
 
-    def __init__(self, catalog: Catalog, residency: Residency, folders: Folders) -> None:
-        self._catalog, self._residency, self._references, self._folders = (
-            catalog,
-            residency,
-            residency.references,
-            folders,
-        )
-        self._broken: StorageError | None = None
+    _catalog: Catalog
+    _residency: Residency
+    _folders: Folders
+    _broken: StorageError | None = None
+
+    def __post_init__(self) -> None:
+        self._references = self._residency.references
         self._one = threading.Lock()
 
     # ---------------------------------------------------------------- committing
@@ -111,7 +111,7 @@ class Commits:
                 self._start(block, ahead)
                 if block.moving:
                     self._catalog.changed.wait()
-            row = cut[block] = ManifestRow(cut[block].size, cut[block].entries, block.chunks)
+            row = cut[block] = replace(cut[block], chunks=block.chunks)
             self._references.coming.update(chunk.extent for chunk in row.chunks)
             block.frozen = False
             self._catalog.changed.notify_all()
@@ -153,11 +153,8 @@ class Commits:
             raise named(error) from error
         with self._catalog.changed:
             references.generation += 1
-            old, references.committed, references.coming = (
-                references.committed,
-                references.coming,
-                set(),
-            )
+            old, references.committed = references.committed, references.coming
+            references.coming = set()
             if snapshot is not None:
                 references.snapshots[snapshot] = references.committed
             self._release(old)
@@ -181,30 +178,30 @@ class Commits:
         return sorted(self._references.snapshots)
 
     def drop_snapshot(self, name: str) -> None:
-        references, layer, folder = self._references, self._folders.layer, self._folders.parts[0].fd
+        layer, folder = self._folders.layer, self._folders.parts[0].fd
         with self._one:
-            if name not in references.snapshots:
-                raise InvalidArgument(
-                    f"no snapshot {name!r}; there are {', '.join(self.snapshots()) or 'none'}"
-                )
-            try:
+            extents = self._extents_of(name)
+            with typed():
                 layer.unlink(folder, snapshot_name(name))
                 layer.sync_folder(folder)
-            except OSError as error:
-                raise named(error) from error
             with self._catalog.changed:
-                self._release(references.snapshots.pop(name))
+                del self._references.snapshots[name]
+                self._release(extents)
+
+    def _extents_of(self, snapshot: str) -> set[Extent]:
+        known = self._references.snapshots
+        if snapshot not in known:
+            raise InvalidArgument(
+                f"no snapshot {snapshot!r}; there are {', '.join(self.snapshots()) or 'none'}"
+            )
+        return known[snapshot]
 
     def copy_snapshot(self, name: str, directory: Paths) -> None:
         """Copy a snapshot, with a check of every chunk. Its places stay in use, so that it may be
         dropped during the copy."""
         references, changed = self._references, self._catalog.changed
         with changed:
-            if name not in references.snapshots:
-                raise InvalidArgument(
-                    f"no snapshot {name!r}; there are {', '.join(self.snapshots()) or 'none'}"
-                )
-            held = references.hold(references.snapshots[name])
+            held = references.hold(self._extents_of(name))
         try:
             with typed():
                 source = self._folders.read_manifest(snapshot_name(name))
@@ -241,7 +238,7 @@ class Commits:
                     copied |= dict(zip(some, self._move(some, slot, target), strict=True))
             target.sync()
             rows = tuple(
-                ManifestRow(row.size, row.entries, tuple(copied[c] for c in row.chunks))
+                replace(row, chunks=tuple(map(copied.__getitem__, row.chunks)))
                 for row in source.rows
             )
             folders.write_manifest(MANIFEST, Manifest(folders.store, 0, rows))

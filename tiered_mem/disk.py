@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import accumulate
 
@@ -23,6 +23,7 @@ from commpress.tiered_mem.folders import Folders
 from commpress.tiered_mem.layer import NO_ROOM, segment_name, segment_number
 from commpress.tiered_mem.manifest import Chunk, Extent
 from commpress.units import show_bytes
+from commpress.work import started
 
 SMALLEST_SEGMENT = 16 << 20
 DAY = 86400.0
@@ -60,28 +61,26 @@ class Batch:
             self._over(self)
 
 
+@dataclass(eq=False)
 class Disk:
     """Files of the disk tier. Not thread-safe except for ``read``, ``write`` and ``sync``: callers
     hold the store's lock."""
 
-    def __init__(
-        self,
-        folders: Folders,
-        engine: DiskEngine,
-        *,
-        direct: bool,
-        capacity: int | None,
-        segment_bytes: int,
-    ) -> None:
-        self.folders, self.engine, self.layer, self.direct = folders, engine, folders.layer, direct
-        self.capacity, self.segment_bytes = capacity, segment_bytes
+    folders: Folders
+    engine: DiskEngine
+    _: KW_ONLY
+    direct: bool
+    capacity: int | None
+    segment_bytes: int
+
+    def __post_init__(self) -> None:
+        self.layer = self.folders.layer
         self._segments: dict[tuple[int, int], Segment] = {}
-        self._next_number = [1] * len(folders.parts)
+        self._next_number = [1] * len(self.folders.parts)
         self._next_folder = 0
         self._new_names: set[int] = set()  # folders with unsynced new files
         self._over: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._concluder = threading.Thread(target=self._conclude, name="store-over", daemon=True)
-        self._concluder.start()
+        self._concluder = started("store-over", self._conclude)
 
     # ---------------------------------------------------------------- opening
 
@@ -377,19 +376,13 @@ class Disk:
     def _typed(
         self, error: BaseException | None, extent: Extent, verb: str
     ) -> BaseException | None:
-        if error is None or isinstance(error, StorageError):
+        if not isinstance(error, OSError):
             return error
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
-            return DiskFull(
-                f"cannot {verb} {extent.length} bytes at {extent.offset} of {self.place(extent)}: "
-                f"{error}"
-            )
-        if isinstance(error, OSError):
-            return DiskFailure(
-                f"cannot {verb} {extent.length} bytes at {extent.offset} of {self.place(extent)}: "
-                f"{error}"
-            )
-        return error
+        kind = DiskFull if error.errno in NO_ROOM else DiskFailure
+        return kind(
+            f"cannot {verb} {extent.length} bytes at {extent.offset} of {self.place(extent)}: "
+            f"{error}"
+        )
 
 
 def joined(pieces: Sequence[int]) -> int:

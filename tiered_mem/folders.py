@@ -9,7 +9,8 @@ import struct
 import uuid
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +173,9 @@ class Folders:
                 fd = layer.open_folder(path)
                 self._open.append(Folder(layer, path, fd, -1))
                 self._refuse_foreign(self._open[-1])
-                self._open[-1] = Folder(layer, path, fd, layer.lock(fd, path))
+                self._open[-1] = replace(self._open[-1], lock=layer.lock(fd, path))
             self.store, self.parts, self.fresh = self._identify()
-            os.register_at_fork(after_in_child=_Forked(self))
+            os.register_at_fork(after_in_child=partial(_close, weakref.ref(self)))
         except BaseException:
             self.close()
             raise
@@ -374,16 +375,10 @@ class Folders:
             raise DirectoryRefused(f"{folder.path} has a damaged identity: {error}") from error
 
 
-class _Forked:
-    """Callback that closes the folders in a forked child, which must not keep the lock after its
-    parent's end."""
-
-    def __init__(self, folders: Folders) -> None:
-        self._folders = weakref.ref(folders)
-
-    def __call__(self) -> None:
-        if folders := self._folders():
-            folders.close()
+def _close(folders: "weakref.ref[Folders]") -> None:
+    """Close the folders in a forked child, which must not keep the lock after its parent's end."""
+    if (here := folders()) is not None:
+        here.close()
 
 
 @contextlib.contextmanager

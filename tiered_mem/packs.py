@@ -1,6 +1,8 @@
 """Packs of small tensors, and blocks of large ones: allocation for new tensors, and release of old
 ones."""
 
+from dataclasses import KW_ONLY, dataclass, replace
+
 import torch
 
 from commpress.errors import InvalidArgument
@@ -12,19 +14,20 @@ from commpress.tiered_mem.residency import Residency
 NEW = "\0new"  # marks a tensor that is being put; no tensor's name may contain it
 
 
+@dataclass(eq=False)
 class Packs:
     """Room for tensors, in their own blocks or in the pack that is being filled.
 
     Methods take the store's lock themselves; those that begin with ``_`` need it.
     """
 
-    def __init__(
-        self, catalog: Catalog, residency: Residency, access: Access, *, below: int, nbytes: int
-    ) -> None:
-        """Pack tensors of less than ``below`` bytes, in packs of ``nbytes``."""
-        self._catalog, self._residency, self._access = catalog, residency, access
-        self.below, self._nbytes = below, nbytes
-        self._pack: Block | None = None  # being filled
+    _catalog: Catalog
+    _residency: Residency
+    _access: Access
+    _: KW_ONLY
+    below: int  # bytes: smaller tensors are packed
+    nbytes: int  # of a pack
+    _pack: Block | None = None  # being filled
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         entry = entry_of(name, tensor)
@@ -54,7 +57,7 @@ class Packs:
             blocks = self._catalog.blocks.values()
             holes = {b: b.size - b.live for b in blocks if len(b.entries) and b is not self._pack}
             total = sum(b.live for b in blocks)
-            worst = [b for b in holes if holes[b] > b.size // 8 and b.size <= self._nbytes]
+            worst = [b for b in holes if holes[b] > b.size // 8 and b.size <= self.nbytes]
             if sum(holes[b] for b in worst) * 40 <= total:
                 return
             names = [name for b in worst if not b.damage for name in b.entries]
@@ -103,18 +106,18 @@ class Packs:
                         continue
                     pack.size, block = start + entry.nbytes, pack
                     break
-            slot = r.room(r.host, self._nbytes if small else entry.nbytes, caller())
+            capacity = self.nbytes if small else 0
+            slot = r.room(r.host, capacity or entry.nbytes, caller())
             assert slot is not None
             block, start = self._catalog.new_block(), 0
-            block.capacity = self._nbytes if small else 0
-            block.size = entry.nbytes
+            block.size, block.capacity = entry.nbytes, capacity
             r.settle_in(block, r.host, slot)
             if small:
                 self._pack = block
             break
         block.uses[entry.name + NEW] = Use(writer=caller())
         block.dirty = True
-        return block, Entry(entry.name, start, entry.nbytes, entry.dtype, entry.shape)
+        return block, replace(entry, start=start)
 
     def _install(self, block: Block, entry: Entry) -> None:
         """Make this the tensor of its name. If it replaces a whole block, it takes over that

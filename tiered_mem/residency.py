@@ -4,7 +4,7 @@ Methods here need the store's lock (``Catalog.changed``), which is never held wh
 """
 
 import threading
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from time import perf_counter
 from typing import Literal
@@ -28,33 +28,26 @@ class Crossing:
     down: int = 0  # from the model
 
 
+@dataclass(eq=False)
 class Residency:
-    def __init__(
-        self,
-        changed: threading.Condition,
-        references: References,
-        host: Arena,
-        device: Arena | None,
-        *,
-        chunk_bytes: int,
-        wear: Wear,
-        schedule: Schedule,
-    ) -> None:
-        self.changed, self.references, self.disk = changed, references, references.disk
-        self.host, self.device, self.chunk_bytes, self.wear, self.schedule = (
-            host,
-            device,
-            chunk_bytes,
-            wear,
-            schedule,
-        )
-        self.resident: dict[Arena, dict[Block, None]] = {host: {}}  # oldest use first
-        if device:
-            self.resident[device] = {}
+    changed: threading.Condition
+    references: References
+    host: Arena
+    device: Arena | None
+    _: KW_ONLY
+    chunk_bytes: int
+    wear: Wear
+    schedule: Schedule
+    timeline: Timeline | None = None  # set by ``watch``
+
+    def __post_init__(self) -> None:
+        self.disk = self.references.disk
+        arenas = filter(None, (self.host, self.device))
+        # oldest use first
+        self.resident: dict[Arena, dict[Block, None]] = {arena: {} for arena in arenas}
         self._waiting: set[object] = set()
         self.read_seconds, self.read_bytes, self.written_bytes = 0.0, 0, 0
         self.crossing = Crossing()
-        self.timeline: Timeline | None = None  # set by ``watch``
 
     # ---------------------------------------------------------------- room in memory
 

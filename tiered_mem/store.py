@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from commpress.errors import Damaged, InvalidArgument
+from commpress.errors import Damaged, InvalidArgument, check_counts
 from commpress.tiered_mem import engines
 from commpress.tiered_mem.access import Access, AccessCounters, Borrow, Tier
 from commpress.tiered_mem.arena import Arena
@@ -99,10 +99,8 @@ class TieredStore:
         self, catalog: Catalog, residency: Residency, folders: Folders, options: Options
     ) -> None:
         self._catalog, self._residency, self._folders = catalog, residency, folders
-        self._commits, self._access = (
-            Commits(catalog, residency, folders),
-            Access(catalog, residency),
-        )
+        self._commits = Commits(catalog, residency, folders)
+        self._access = Access(catalog, residency)
         self._packs = Packs(
             catalog, residency, self._access, below=options.pack_below, nbytes=options.pack_bytes
         )
@@ -154,8 +152,7 @@ class TieredStore:
             raise InvalidArgument(
                 f"host is {host_bytes} bytes, expected at least pack_bytes = {options.pack_bytes}"
             )
-        if depth < 1:
-            raise InvalidArgument(f"depth is {depth}, expected at least 1")
+        check_counts(1, depth=depth)
         with typed():
             folders = Folders(directory, layer)
         opened: Disk | None = None

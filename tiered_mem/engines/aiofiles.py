@@ -2,13 +2,13 @@
 other engine works."""
 
 import asyncio
-import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from commpress.errors import MissingPackage
 from commpress.tiered_mem.engines.transfer import Transfer
 from commpress.tiered_mem.layer import FileLayer
+from commpress.work import started
 
 
 class AiofilesEngine:
@@ -22,16 +22,12 @@ class AiofilesEngine:
                 "the engine 'aiofiles' needs the package: pip install 'commpress[nvme]'"
             ) from error
         self.depth = depth
-        self._read, self._write, self._run = (
-            wrap(layer.read),
-            wrap(layer.write),
-            wrap(lambda call, *args: call(*args)),
-        )
+        self._read, self._write = wrap(layer.read), wrap(layer.write)
+        self._run = wrap(lambda call, *args: call(*args))
         self._pool = ThreadPoolExecutor(depth, thread_name_prefix="io")
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="io-loop", daemon=True)
-        self._thread.start()
+        self._thread = started("io-loop", self._loop.run_forever)
 
     def register(self, memory: memoryview) -> None:
         pass
@@ -67,8 +63,6 @@ class AiofilesEngine:
                 await call(transfer.fd, transfer.rest, transfer.offset + transfer.moved, **where)
             ):
                 pass
-            if not transfer.write:
-                await self._run(transfer.hash, **where)
         except Exception as error:
             failure = error
-        await self._run(transfer.done, transfer, failure, **where)
+        await self._run(transfer.end, failure, **where)

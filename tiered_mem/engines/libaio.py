@@ -10,6 +10,7 @@ from os import strerror
 
 from commpress.errors import MissingPackage
 from commpress.tiered_mem.engines.transfer import Transfer
+from commpress.work import started
 
 # threads for checksums and callbacks, besides the submitter and the reaper, which waits for the
 # kernel
@@ -44,11 +45,9 @@ class LibaioEngine:
         self._ready: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._slots = threading.Semaphore(depth)
         self._stopped = False
-        self._finishers = [_thread(self._finish, f"io-finish-{i}") for i in range(FINISHERS)]
-        self._submitter, self._reaper = (
-            _thread(self._submit_all, "io-submit"),
-            _thread(self._reap, "io-reap"),
-        )
+        self._finishers = [started(f"io-finish-{i}", self._finish) for i in range(FINISHERS)]
+        self._submitter = started("io-submit", self._submit_all)
+        self._reaper = started("io-reap", self._reap)
 
     def register(self, memory: memoryview) -> None:
         """Do nothing: registered memory has no advantage here."""
@@ -92,12 +91,9 @@ class LibaioEngine:
     def _enqueue(self, transfer: Transfer) -> None:
         """Pass the rest of a transfer to the kernel."""
         try:
-            mode = (
-                self._libaio.AIOBLOCK_MODE_WRITE
-                if transfer.write
-                else self._libaio.AIOBLOCK_MODE_READ
-            )
-            block = self._libaio.AIOBlock(
+            io = self._libaio
+            mode = io.AIOBLOCK_MODE_WRITE if transfer.write else io.AIOBLOCK_MODE_READ
+            block = io.AIOBlock(
                 mode, transfer.fd, [transfer.rest], transfer.offset + transfer.moved
             )
             block.transfer = transfer
@@ -131,15 +127,4 @@ class LibaioEngine:
 
     def _over(self, transfer: Transfer, error: Exception | None) -> None:
         self._slots.release()
-        self._jobs.put(partial(self._conclude, transfer, error))
-
-    def _conclude(self, transfer: Transfer, error: Exception | None) -> None:
-        if error is None and not transfer.write:
-            transfer.hash()
-        transfer.done(transfer, error)
-
-
-def _thread(target: Callable[[], None], name: str) -> threading.Thread:
-    thread = threading.Thread(target=target, name=name, daemon=True)
-    thread.start()
-    return thread
+        self._jobs.put(partial(transfer.end, error))

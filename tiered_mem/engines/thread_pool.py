@@ -2,11 +2,11 @@
 and as fast as any."""
 
 import queue
-import threading
 from collections.abc import Iterable
 
 from commpress.tiered_mem.engines.transfer import Transfer
 from commpress.tiered_mem.layer import FileLayer
+from commpress.work import started
 
 
 class ThreadEngine:
@@ -15,11 +15,7 @@ class ThreadEngine:
     def __init__(self, layer: FileLayer, depth: int = 4) -> None:
         self.depth, self._layer = depth, layer
         self._queue: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"io-{i}", daemon=True) for i in range(depth)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [started(f"io-{i}", self._serve) for i in range(depth)]
 
     def register(self, memory: memoryview) -> None:
         pass
@@ -36,12 +32,12 @@ class ThreadEngine:
 
     def _serve(self) -> None:
         while transfer := self._queue.get():
+            failure: Exception | None = None
             try:
                 self._move(transfer)
             except Exception as error:
-                transfer.done(transfer, error)
-            else:
-                transfer.done(transfer, None)
+                failure = error
+            transfer.end(failure)
             del transfer
 
     def _move(self, transfer: Transfer) -> None:
@@ -52,5 +48,3 @@ class ThreadEngine:
             call(transfer.fd, transfer.rest, transfer.offset + transfer.moved)
         ):
             pass
-        if not transfer.write:
-            transfer.hash()

@@ -59,6 +59,12 @@ class Transfer:
         if self.checksum is None:
             self.checksum = checksum_of(self.view[: self.hashed]) if self.hashed else 0
 
+    def end(self, error: BaseException | None) -> None:
+        """Report the end, after computing the checksum of what was read."""
+        if error is None:
+            self.hash()
+        self.done(self, error)
+
 
 class DiskEngine(Protocol):
     name: str

@@ -19,13 +19,13 @@ import mmap
 import os
 import struct
 import sys
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 
 from commpress.errors import MissingPackage
 from commpress.tiered_mem.engines import thread_priority
 from commpress.tiered_mem.engines.transfer import Transfer
+from commpress.work import started
 
 SETUP, ENTER, REGISTER = 425, 426, 427  # the same on every architecture
 READ_FIXED, WRITE_FIXED, READ, WRITE = 4, 5, 22, 23
@@ -39,6 +39,7 @@ LARGEST = 1 << 30  # bytes of one registered buffer, the kernel's limit
 REQUEST = 2 << 20
 LOOK = 64  # transfers examined before their turn
 BELL = 0  # user field of the read that waits for new transfers
+Ended = list[tuple[Transfer, BaseException | None]]
 
 
 class UringEngine:
@@ -59,8 +60,7 @@ class UringEngine:
         self._count = 0
         self._closing = self._listening = False
         self._bell, self._rung = os.eventfd(0), mmap.mmap(-1, 8)
-        self._thread = threading.Thread(target=self._serve, name="io", daemon=True)
-        self._thread.start()
+        self._thread = started("io", self._serve)
 
     def register(self, memory: memoryview) -> None:
         start, pieces = _address(memory), range(0, len(memory), LARGEST)
@@ -93,11 +93,13 @@ class UringEngine:
     def _serve(self) -> None:
         thread_priority.raise_own()
         self._listen()
-        ended: list[tuple[Transfer, BaseException | None]] = []
+        ended: Ended = []
         while True:
             ended += self._fill()
             while ended:  # while the kernel processes the next ones
-                self._conclude(*ended.pop(0))
+                transfer, error = ended.pop(0)
+                transfer.end(error)
+                del transfer
             self._listening = len(self._under_way) < self.depth
             self._prepare()
             if self._closing and not self._next() and not self._under_way:
@@ -150,18 +152,18 @@ class UringEngine:
             self._waiting.popleft()
         return None
 
-    def _fill(self) -> list[tuple[Transfer, BaseException | None]]:
+    def _fill(self) -> Ended:
         """Fill the kernel's queue; return transfers that it refused."""
-        refused: list[tuple[Transfer, BaseException | None]] = []
+        refused: Ended = []
         while len(self._under_way) < self.depth and (run := self._next()):
             self._run = []
             _hash(run)
             refused += self._begin(run)
         return refused
 
-    def _completed(self) -> list[tuple[Transfer, BaseException | None]]:
+    def _completed(self) -> Ended:
         """Return ended transfers with their errors; short requests continue."""
-        ended: list[tuple[Transfer, BaseException | None]] = []
+        ended: Ended = []
         for user, result in list(self._entries()):
             if user == BELL:
                 self._listen()
@@ -169,14 +171,12 @@ class UringEngine:
                 ended += self._after(self._under_way.pop(user), result)
         return ended
 
-    def _after(
-        self, run: list[Transfer], result: int
-    ) -> list[tuple[Transfer, BaseException | None]]:
+    def _after(self, run: list[Transfer], result: int) -> Ended:
         """Handle the end of a request, whose transfers have ended or continue. After an error of
         several transfers each begins again by itself, so that only the affected ones fail."""
         if result < 0 and len(run) > 1:
             return [end for transfer in run for end in self._begin([transfer])]
-        ended: list[tuple[Transfer, BaseException | None]] = []
+        ended: Ended = []
         try:
             if result < 0:
                 raise OSError(-result, os.strerror(-result))
@@ -191,15 +191,9 @@ class UringEngine:
             return ended + [(transfer, error) for transfer in run]
         return ended
 
-    @staticmethod
-    def _conclude(transfer: Transfer, error: BaseException | None) -> None:
-        if error is None and not transfer.write:
-            transfer.hash()
-        transfer.done(transfer, error)
-
     # ---------------------------------------------------------------- the ring
 
-    def _begin(self, run: list[Transfer]) -> list[tuple[Transfer, BaseException | None]]:
+    def _begin(self, run: list[Transfer]) -> Ended:
         """Submit one request for neighbors; return all of them with the error if the kernel refuses
         it."""
         first, nbytes = run[0], sum(len(transfer.rest) for transfer in run)
@@ -272,12 +266,8 @@ class UringEngine:
         )
         self._sqes = mmap.mmap(self._ring, 64 * sq_entries, offset=SQES)
         self._sq_tail, self._sq_mask, self._sq_array = sq[1], self._load(sq[2]), sq[6]
-        self._cq_head, self._cq_tail, self._cq_mask, self._cqes = (
-            cq[0],
-            cq[1],
-            self._load(cq[2]),
-            cq[5],
-        )
+        self._cq_head, self._cq_tail, self._cqes = cq[0], cq[1], cq[5]
+        self._cq_mask = self._load(cq[2])
 
     def _call(self, number: int, *arguments: object) -> int:
         """Make a system call, and repeat it when a signal interrupts it."""
