@@ -39,10 +39,10 @@ from commpress.collectives.all_to_all.codecs_taken import check_codec
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.factory import own_transport
 from commpress.collectives.transports.lanes import CONNECTIONS
-from commpress.collectives.transports.loopback import Recorded
 from commpress.collectives.transports.mpi import MpiTransport
 from commpress.errors import InvalidArgument
 from commpress.work import run as drive
+from recorded import Recorded
 from shared_options import add_output, add_ranks, add_sizes, natural, sizes_of
 
 PATIENT = timedelta(minutes=5)

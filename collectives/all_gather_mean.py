@@ -109,9 +109,7 @@ class GatherMean(FlatExchange):
             ALL_GATHER, ranks, self.codec.spec, x.numel(), sequence, self.messages[0].label
         )
         mark = torch.full((1,), flag, dtype=torch.uint8, device=device)
-        flags = yield from exchange(
-            transport.all_gather, inbox, outbox, frame, mark, transport, workspace
-        )
+        flags = yield from exchange(inbox, outbox, frame, mark, transport, workspace)
         start = perf_counter()
         if not flags & NOT_FINITE:
             x.zero_()

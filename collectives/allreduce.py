@@ -11,7 +11,7 @@ collective.
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -40,7 +40,7 @@ from commpress.feedback import ErrorFeedback
 from commpress.kernels.devices import arithmetic
 from commpress.kernels.pieces import own_row
 from commpress.timeline import Timeline
-from commpress.work import Handed, Steps, Work, overlapped
+from commpress.work import Handed, Steps, overlapped
 
 WIRE = {ALL_TO_ALL: "wire: all-to-all", ALL_GATHER: "wire: all-gather"}
 # messages of one bucket under way at once: one on the wire while another is encoded or decoded
@@ -350,9 +350,7 @@ def average_rows(
         workspace.give_rows(scratch)
     workspace.encoded(start)
     frame = Frame(ALL_GATHER, ranks, message.codec, pieces.numel, call.sequence, message.label)
-    flags = yield from exchange(
-        transport.all_gather, every, reply, frame, flag | asked, transport, workspace, late=late
-    )
+    flags = yield from exchange(every, reply, frame, flag | asked, transport, workspace, late=late)
     if late is not None:
         flags = late.read()
     workspace.give_rows(inbox, reply, *(() if every is outbox else (outbox,)))
@@ -393,14 +391,11 @@ def encode_and_send(
         ALL_TO_ALL, transport.size, message.codec, pieces.numel, call.sequence, message.label
     )
     mark = flag | ASKS if call.asks else flag
-    flags = yield from exchange(
-        transport.all_to_all, inbox, outbox, frame, mark, transport, workspace, late=late
-    )
+    flags = yield from exchange(inbox, outbox, frame, mark, transport, workspace, late=late)
     return flags, old, new
 
 
 def exchange(
-    call: Callable[[torch.Tensor, torch.Tensor, int], Work],
     out: torch.Tensor,
     inp: torch.Tensor,
     frame: Frame,
@@ -418,9 +413,11 @@ def exchange(
     frame = frame._replace(checked=transport.checks or workspace.checksum)
     packed = frame.pack()
     stamp(inp, packed, flag)
-    moves = on_device(transport)
-    if frame.operation == ALL_TO_ALL and moves is not None and moves.takes(inp):
-        moves.announce(packed, inp.shape[1])
+    call, moves = transport.all_gather, on_device(transport)
+    if frame.operation == ALL_TO_ALL:
+        call = transport.all_to_all
+        if moves is not None and moves.takes(inp):
+            moves.announce(packed, inp.shape[1])
     start = perf_counter() if workspace.timeline is not None else 0.0
     yield call(out, inp, 2 * frame.sequence + (frame.operation == ALL_GATHER))
     if workspace.timeline is not None and start:

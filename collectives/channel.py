@@ -73,9 +73,10 @@ class Counted(InFront):
         return _TimedWork(self, self.inner.exchange(out, inp, wanted, tag))
 
 
+@dataclass
 class _TimedWork:
-    def __init__(self, transport: Counted, work: Work) -> None:
-        self.transport, self.work = transport, work
+    transport: Counted
+    work: Work
 
     def wait(self) -> None:
         start = perf_counter()
@@ -268,9 +269,7 @@ def any_rank(
     )
     frame = Frame(ALL_TO_ALL, transport.size, what, numel, sequence, label)
     mark = torch.full((1,), int(flag), dtype=torch.uint8, device=device)
-    flags = yield from exchange(
-        transport.all_to_all, inbox, outbox, frame, mark, transport, channel.workspace
-    )
+    flags = yield from exchange(inbox, outbox, frame, mark, transport, channel.workspace)
     return bool(flags & NOT_FINITE)
 
 

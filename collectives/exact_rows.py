@@ -229,7 +229,7 @@ def _gather(
     mine.numpy()[0, HEADER : HEADER + len(code)] = code[:first]
     workspace.encoded(start)
     frame = Frame(ALL_GATHER, ranks, f"exact/{message.dtype.itemsize}", numel, sequence, first)
-    yield from exchange(transport.all_gather, head, mine, frame, flag, transport, workspace)
+    yield from exchange(head, mine, frame, flag, transport, workspace)
     workspace.give_rows(mine)
     table = _TABLE.itemsize * _blocks(numel)
     lengths = [table + int(_lengths(code_of[HEADER:], numel).sum()) for code_of in head.numpy()]
@@ -248,7 +248,7 @@ def _gather(
         )
         mine.numpy()[0, HEADER : HEADER + max(len(code) - first, 0)] = code[first:]
         frame = frame._replace(sequence=sequence + 1, label=longest)
-        yield from exchange(transport.all_gather, rest, mine, frame, flag, transport, workspace)
+        yield from exchange(rest, mine, frame, flag, transport, workspace)
     if learn:
         message.expect(longest)
     start, received = perf_counter(), Received(head, rest)

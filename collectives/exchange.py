@@ -18,7 +18,7 @@ Note: no overlap is lost. DDP waits for all futures of a backward at its end any
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -75,7 +75,7 @@ class Exchange(ABC):
     messages: list[Message]  # for counters and headers
     sequences: int  # sequence numbers that one call takes
     waits: int | None  # how often the steps wait, if known beforehand
-    plans: Sequence[MatrixPlan] = ()  # of tensors that travel as matrices
+    plans: Sequence[MatrixPlan]  # of tensors that travel as matrices
 
     @abstractmethod
     def steps(
@@ -91,13 +91,16 @@ class Exchange(ABC):
         without two levels.
         """
 
-    @abstractmethod
     def forget(self, workspace: Workspace) -> None:
         """Release the spare buffers of this exchange, which will not run again."""
+        for message in self.messages:
+            workspace.forget(message)
 
 
 class FlatExchange(Exchange):
     """Exchange of a buffer as one flat range, ``MESSAGE`` elements per sequence number."""
+
+    plans: Sequence[MatrixPlan] = ()
 
     def __init__(self, spans: list[Span], named: list[Message]) -> None:
         self.spans, self.messages = spans, named
@@ -131,25 +134,20 @@ class FlatExchange(Exchange):
     ) -> Steps[list[Outcome]]:
         """Replace all elements of ``x`` by their mean."""
 
-    def forget(self, workspace: Workspace) -> None:
-        for message in self.messages:
-            workspace.forget(message)
 
-
+@dataclass(eq=False)
 class Reduce(Exchange):
     """The mean in one level: rows and matrices side by side."""
 
-    def __init__(
-        self,
-        spans: list[Span],
-        rows: list[Message],
-        plans: Sequence[MatrixPlan],
-        feedbacks: list[ErrorFeedback | None],
-    ) -> None:
-        self.spans, self.rows, self.plans, self.feedbacks = spans, rows, plans, feedbacks
-        self.messages = [*rows, *(plan.message for plan in plans)]
-        self.sequences = len(rows) + sum(plan.MESSAGES for plan in plans)
-        self.waits = None if plans else 2 * len(rows)
+    spans: list[Span]
+    rows: list[Message]
+    plans: Sequence[MatrixPlan]
+    feedbacks: list[ErrorFeedback | None]
+
+    def __post_init__(self) -> None:
+        self.messages = [*self.rows, *(plan.message for plan in self.plans)]
+        self.sequences = len(self.rows) + sum(plan.MESSAGES for plan in self.plans)
+        self.waits = None if self.plans else 2 * len(self.rows)
 
     def steps(
         self,
@@ -182,11 +180,8 @@ class Reduce(Exchange):
                     c[start : start + numel] += feedback.sent[kept : kept + numel]
         return c
 
-    def forget(self, workspace: Workspace) -> None:
-        for message in self.messages:
-            workspace.forget(message)
 
-
+@dataclass(eq=False)
 class ReduceInLevels(Exchange):
     """The mean in two levels: sums inside a node, rows between nodes, each slice with its own
     residuals.
@@ -194,18 +189,17 @@ class ReduceInLevels(Exchange):
     Factors of matrices travel the same way; their residual is each rank's own, as in one level.
     """
 
-    def __init__(
-        self,
-        spans: list[Span],
-        routes: list[Route],
-        feedbacks: Sequence[Feedbacks],
-        matrices: Sequence[tuple[MatrixPlan, ErrorFeedback | None]] = (),
-    ) -> None:
-        self.spans, self.routes, self.feedbacks = spans, routes, feedbacks
-        self.matrices, self.plans = matrices, [plan for plan, _ in matrices]
-        self.messages = [way.message for way in routes] + [plan.message for plan, _ in matrices]
-        self.sequences = len(routes) + sum(m.MESSAGES for m, _ in matrices)
-        self.waits = None
+    spans: list[Span]
+    routes: list[Route]
+    feedbacks: Sequence[Feedbacks]
+    matrices: Sequence[tuple[MatrixPlan, ErrorFeedback | None]]
+    waits: None = None
+
+    def __post_init__(self) -> None:
+        self.plans = [plan for plan, _ in self.matrices]
+        self.messages = [way.message for way in self.routes]
+        self.messages += [plan.message for plan in self.plans]
+        self.sequences = len(self.routes) + sum(plan.MESSAGES for plan in self.plans)
         self._factors: dict[Message, Route] = {}
 
     def steps(
@@ -259,7 +253,7 @@ class ReduceInLevels(Exchange):
         for way in (*self.routes, *self._factors.values()):
             for message in way.between.values():
                 workspace.forget(message)
-        for plan, _ in self.matrices:
+        for plan in self.plans:
             workspace.forget(plan.message)
 
 
@@ -476,13 +470,12 @@ class Round:
             self._outcomes += outcomes
             self.buffers.append(buffer)
             if self._abandoned:
-                self._discard()
+                self._settle(taken=False)
             if self._failed or self._open or not self._complete:
                 return False
         if self.consensus is not None:
             self.finite = yield from self.consensus.agreed(self.finite)
-        settle(self._outcomes, taken=self.finite)
-        self._outcomes.clear()
+        self._settle(taken=self.finite)
         if self._counts is not None:
             self._counts.settle(taken=self.finite)
         return True
@@ -493,8 +486,7 @@ class Round:
         with self._lock:
             self._complete = True
             if not self._open:
-                settle(self._outcomes, taken=self.finite)
-                self._outcomes.clear()
+                self._settle(taken=self.finite)
 
     def deliver(self) -> None:
         """Set the futures."""
@@ -518,8 +510,8 @@ class Round:
         aborted."""
         with self._lock:
             self._abandoned = True
-            self._discard()
+            self._settle(taken=False)
 
-    def _discard(self) -> None:
-        settle(self._outcomes, taken=False)
+    def _settle(self, *, taken: bool) -> None:
+        settle(self._outcomes, taken=taken)
         self._outcomes.clear()

@@ -249,11 +249,11 @@ def same(mine: bytes, theirs: bytes) -> bool:
     return all(mine[part] == theirs[part] for part in AGREED)
 
 
-def alike(mine: np.ndarray, theirs: np.ndarray) -> bool:
-    """Compare headers as ``same`` does, row by row."""
+def alike(mine: Any, theirs: Any) -> Any:
+    """Compare headers as ``same`` does, row by row, in arrays or in tensors of one device."""
     differ = mine != theirs
     differ[:, FLAGS] = differ[:, _SUM:] = False
-    return not differ.any()
+    return ~differ.any()
 
 
 class LateHeaders:
@@ -278,11 +278,9 @@ class LateHeaders:
     def flags(self, received: torch.Tensor) -> torch.Tensor:
         """Return uint8[1] on the device: the combined flags of the rows that were seen last."""
         packed = self._coming[-1][2]
-        expected = packed.to(received.device, non_blocking=True)
-        differ = received[:, :HEADER] != expected
-        differ[:, FLAGS] = differ[:, _SUM:] = False
+        right = alike(received[:, :HEADER], packed.to(received.device, non_blocking=True))
         flags = [(received[:, FLAGS] & which).amax() for which in (NOT_FINITE, ASKS)]
-        return (flags[0] | differ.any() | flags[1]).view(1)
+        return (flags[0] | ~right | flags[1]).view(1)
 
     def read(self) -> int:
         """Wait for all headers and ``verify`` them; return the flags of the rows seen last."""

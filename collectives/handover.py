@@ -72,13 +72,8 @@ class _Said:
         rank, size, pieces, shared, tensors = msgpack.unpackb(
             packed.numpy().tobytes(), strict_map_key=False
         )
-        return cls(
-            rank,
-            size,
-            {(store, name, at): numel for store, name, at, numel in pieces},
-            shared,
-            tensors,
-        )
+        found = {(store, name, at): numel for store, name, at, numel in pieces}
+        return cls(rank, size, found, shared, tensors)
 
 
 class Handover(Settlements):

@@ -94,7 +94,7 @@ class PairMean(FlatExchange):
         outbox[0, HEADER:].copy_(x.view(torch.uint8))
         frame = Frame(ALL_GATHER, 2, EXACT.spec, x.numel(), sequence, self.messages[0].label)
         mark = torch.zeros(1, dtype=torch.uint8, device=x.device)
-        yield from exchange(between.all_gather, inbox, outbox, frame, mark, between, workspace)
+        yield from exchange(inbox, outbox, frame, mark, between, workspace)
         first, second = (row.view(torch.float32) for row in inbox[:, HEADER:])
         mean = first * factors[0] + second * factors[1]
         squares = square_sum(mean - x), square_sum(mean)

@@ -361,9 +361,7 @@ def _gather(
         call.sequence,
         deal.every.label,
     )
-    flags = yield from exchange(
-        transport.all_gather, every, encoded, frame, flag, transport, workspace
-    )
+    flags = yield from exchange(every, encoded, frame, flag, transport, workspace)
 
     start = perf_counter()
     options = {"add": True} if add else {}

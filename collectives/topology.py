@@ -140,9 +140,7 @@ def agree(
     rows[:, HEADER:] = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8)
     frame, out = Frame(ALL_TO_ALL, size, "topology", 0, sequence), torch.zeros_like(rows)
     flag = torch.zeros(1, dtype=torch.uint8)
-    yield from exchange(
-        transport.all_to_all, out, rows, frame, flag, transport, Workspace(checksum=True)
-    )
+    yield from exchange(out, rows, frame, flag, transport, Workspace(checksum=True))
     places = [Place.unpack(row.tobytes()) for row in out[:, HEADER:].numpy()]
     return topology_of(places, topology)
 

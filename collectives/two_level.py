@@ -214,12 +214,8 @@ def reduce_route(
     call: Call,
 ) -> Steps[list[Outcome]]:
     """Average one message: sum inside, average own slices between nodes, gather inside, decode."""
-    inside, workspace, sequence, message = (
-        call.transport,
-        call.workspace,
-        call.sequence,
-        route.message,
-    )
+    inside, workspace, sequence, *_ = call
+    message = route.message
     flag = torch.zeros(1, dtype=torch.uint8, device=buffer.device)
     sums = yield from _sum_inside(buffer, flag, route, inside, workspace, sequence)
     total = _floats(sums[0])
@@ -247,7 +243,7 @@ def reduce_route(
     frame = Frame(
         ALL_GATHER, inside.size, message.codec, message.pieces.numel, sequence, message.label
     )
-    flags = yield from exchange(inside.all_gather, every, reply, frame, flag, inside, workspace)
+    flags = yield from exchange(every, reply, frame, flag, inside, workspace)
     workspace.give_rows(*lent)
 
     start, finite = perf_counter(), not flags & NOT_FINITE
@@ -283,7 +279,7 @@ def _sum_inside(
         sequence,
         route.message.label,
     )
-    flags = yield from exchange(inside.all_to_all, inbox, outbox, frame, flag, inside, workspace)
+    flags = yield from exchange(inbox, outbox, frame, flag, inside, workspace)
     workspace.give_rows(outbox)
     start = perf_counter()
     flag.fill_(flags & NOT_FINITE)
@@ -336,9 +332,9 @@ def _abreast(jobs: Sequence[Steps[T]]) -> Steps[list[T]]:
     return [results[i] for i in range(len(jobs))]
 
 
+@dataclass
 class _All:
-    def __init__(self, works: Sequence[Work]) -> None:
-        self.works = works
+    works: Sequence[Work]
 
     def wait(self) -> None:
         for work in self.works:

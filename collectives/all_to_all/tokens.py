@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +39,8 @@ from commpress.errors import InvalidArgument, Mismatch
 from commpress.kernels.devices import arithmetic
 from commpress.kernels.pieces import Piece, Pieces, cut
 from commpress.work import Steps
+
+T = TypeVar("T")
 
 NUMBERS = 2  # sequence numbers that ``route_tokens`` takes; every other operation takes one
 
@@ -359,15 +361,14 @@ class TokenRoutes:
         """Indices where the tokens are."""
         if self.inside.pick.device == device:
             return self
+        return moved(self, device, "between", "inside", "partials", "totals", "order")
 
-        return replace(
-            self,
-            between=None if self.between is None else self.between.to(device),
-            inside=self.inside.to(device),
-            partials=self.partials.to(device),
-            totals=None if self.totals is None else self.totals.to(device),
-            order=None if self.order is None else self.order.to(device),
-        )
+
+def moved(what: T, device: torch.device, *fields: str) -> T:
+    """Return a dataclass with these fields, where they are not None, on a device."""
+    found = {name: getattr(what, name) for name in fields}
+    there = {name: each.to(device) for name, each in found.items() if each is not None}
+    return replace(what, **there)  # type: ignore[type-var]
 
 
 def _picked(pool: torch.Tensor, pick: torch.Tensor, carrier: Carrier) -> torch.Tensor:

@@ -111,10 +111,8 @@ class Agreement:
         self.mine, self.terms, self.builder, self.timeout = mine, terms, builder, timeout
         self.here, self.patience = mine.here, min(SILENCE, timeout / 5)
         self.started = time.monotonic()
-        self.deadline, self.late = (
-            self.started + timeout,
-            self.started + timeout * (0.8 if terms.appointed else 0.5),
-        )
+        self.deadline = self.started + timeout
+        self.late = self.started + timeout * (0.8 if terms.appointed else 0.5)
         self.links: dict[str, Conversation] = {}
         self.reports: dict[str, Message] = {}
         self.fresh: list[Conversation] = []  # callers that have not said who they are
@@ -429,7 +427,8 @@ class Agreement:
                     self.probes.pop(message["place"], None)
                 link.close()
             case {"is": "refused"}:
-                raise _error(message)
+                kind, ranks = _ERRORS[message["kind"]], tuple(message["ranks"])
+                raise _error(kind, message["text"], ranks)
         return None
 
     def _lost(self, leader: Conversation) -> str:
@@ -443,7 +442,10 @@ class Agreement:
     def _still_led(self, link: Conversation) -> None:
         """Raise if the leader has given up what it had proposed, or is gone."""
         self._check()
-        if link.news or self._lost(link):
+        self._require(not link.news and not self._lost(link))
+
+    def _require(self, all_here: bool) -> None:
+        if not all_here:
             raise PeerFailure(
                 f"rank {self.mine.rank}: somebody went, or failed, while the group was connected."
             )
@@ -726,10 +728,7 @@ class Agreement:
     def _still_whole(self, links: dict[str, Conversation], key: int, found: dict[str, str]) -> None:
         """Raise if somebody has failed, hung up or is silent while this process builds as well."""
         self._check()
-        if not self._hear(links, "ready", key, found):
-            raise PeerFailure(
-                f"rank {self.mine.rank}: somebody went, or failed, while the group was connected."
-            )
+        self._require(self._hear(links, "ready", key, found))
 
     def _answers(
         self,
@@ -789,11 +788,7 @@ class Agreement:
         """All of this group end with the same error."""
         for place in list(self.links):
             self._refuse(place, kind.__name__, text, self._ranks(lost))
-        raise (
-            kind(text, ranks=self._ranks(lost))
-            if issubclass(kind, CommunicationError)
-            else kind(text)
-        )
+        raise _error(kind, text, self._ranks(lost))
 
 
 _ERRORS: dict[str, type[Exception]] = {
@@ -801,14 +796,8 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 
 
-def _error(message: Message) -> Exception:
-    """The one with which a leader refuses."""
-    kind, text = _ERRORS[message["kind"]], message["text"]
-    return (
-        kind(text, ranks=tuple(message["ranks"]))
-        if issubclass(kind, CommunicationError)
-        else kind(text)
-    )
+def _error(kind: type[Exception], text: str, ranks: tuple[int, ...]) -> Exception:
+    return kind(text, ranks=ranks) if issubclass(kind, CommunicationError) else kind(text)
 
 
 def _proposal(message: Message) -> Proposal:

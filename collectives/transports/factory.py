@@ -114,29 +114,23 @@ def initialized() -> bool:
 def on_reform(process_group: dist.ProcessGroup | None, owner: Any) -> None:
     """Let ``owner.reform(change)`` be called when the ranks of the group change, where a group can
     (``group.reform``)."""
-    register = (
-        getattr(process_group or dist.group.WORLD, "on_reform", None)
-        if dist.is_initialized()
-        else None
-    )
-    if register is not None:
-        register(owner)
+    if can_reform(process_group):
+        _changing(process_group).on_reform(owner)
 
 
 def can_reform(process_group: dist.ProcessGroup | None) -> bool:
     """True if the ranks of the group may change while it lives."""
-    return dist.is_initialized() and hasattr(process_group or dist.group.WORLD, "on_reform")
+    return initialized() and hasattr(_changing(process_group), "on_reform")
 
 
 def enroll(channel: Any, process_group: dist.ProcessGroup | None) -> None:
     """Have a group whose ranks may change connect ``channel`` anew when they do."""
-    take = (
-        getattr(process_group or dist.group.WORLD, "enroll", None)
-        if dist.is_initialized()
-        else None
-    )
-    if take is not None:
-        take(channel)
+    if can_reform(process_group):
+        _changing(process_group).enroll(channel)
+
+
+def _changing(process_group: dist.ProcessGroup | None) -> Any:
+    return process_group or dist.group.WORLD
 
 
 def ranks_of(group: dist.ProcessGroup | None = None) -> tuple[int, ...]:

@@ -1,18 +1,18 @@
-"""All ranks in one process, and wrappers that record, break or delay any transport.
+"""All ranks in one process.
 
 ``simulate`` steps one generator per rank in lockstep: what it runs is the production code, bit for
 bit.
 """
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
-from commpress.collectives.frame import HEADER, Rows, same
-from commpress.collectives.transports.transport import ByRows, InFront, Transport
+from commpress.collectives.frame import Rows, same
+from commpress.collectives.transports.transport import ByRows
 from commpress.errors import PeerFailure
 from commpress.work import Steps, Work
 
@@ -43,18 +43,15 @@ class LoopbackTransport(ByRows):
         self.switch, self.rank, self.size = switch, rank, switch.size
 
     def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
-        work, sent, received = (
-            _Delivery(self, out, inp, wanted, tag),
-            self.switch.sent,
-            self.switch.wanted,
-        )
-        for r in inp.payloads:
-            sent[tag, self.rank, r].append(work)
-        for r in out.payloads:
-            received[tag, r, self.rank].append(work)
-        for key in [(tag, self.rank, r) for r in inp.payloads] + [
-            (tag, r, self.rank) for r in out.payloads
-        ]:
+        work = _Delivery(self, out, inp, wanted, tag)
+        sent, received = self.switch.sent, self.switch.wanted
+        ours = [(tag, self.rank, r) for r in inp.payloads]
+        theirs = [(tag, r, self.rank) for r in out.payloads]
+        for key in ours:
+            sent[key].append(work)
+        for key in theirs:
+            received[key].append(work)
+        for key in ours + theirs:
             # now and not in wait: who goes on may use its rows for something else
             if sent[key] and received[key]:
                 received[key].popleft().deliver(sent[key].popleft())
@@ -71,12 +68,16 @@ class LoopbackTransport(ByRows):
         return part.transport(members.index(self.rank))
 
 
+@dataclass(eq=False)
 class _Delivery:
-    def __init__(
-        self, transport: LoopbackTransport, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int
-    ) -> None:
-        self.transport, self.out, self.inp, self.wanted, self.tag = transport, out, inp, wanted, tag
-        self.missing, self.kept = set(out.payloads), set(inp.payloads)
+    transport: LoopbackTransport
+    out: Rows
+    inp: Rows
+    wanted: torch.Tensor
+    tag: int
+
+    def __post_init__(self) -> None:
+        self.missing, self.kept = set(self.out.payloads), set(self.inp.payloads)
 
     def wait(self) -> None:
         if silent := tuple(sorted(self.missing | self.kept)):
@@ -123,44 +124,3 @@ def simulate(ranks: Sequence[Steps[T]]) -> list[T]:
         if failures and not ready:
             raise failures[0]
     return [results[r] for r in sorted(results)]
-
-
-# ---------------------------------------------------------------- wrappers
-
-
-@dataclass
-class Recorded(InFront):
-    """Counts what leaves this rank: messages and bytes, headers included, own row not."""
-
-    inner: Transport
-    messages: int = 0
-    sent_bytes: int = 0
-    operations: list[str] = field(default_factory=list)
-    messages_to: Counter[int] = field(default_factory=Counter)  # by rank
-    bytes_to: Counter[int] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        self.stand_for(self.inner)
-
-    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        self._count("all_to_all", dict.fromkeys(range(self.size), inp.shape[1]))
-        return self.inner.all_to_all(out, inp, tag)
-
-    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        self._count("all_gather", dict.fromkeys(range(self.size), inp.shape[1]))
-        return self.inner.all_gather(out, inp, tag)
-
-    def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
-        self._count(
-            "exchange", {r: HEADER + payload.numel() for r, payload in inp.payloads.items()}
-        )
-        return self.inner.exchange(out, inp, wanted, tag)
-
-    def _count(self, operation: str, lengths: dict[int, int]) -> None:
-        for rank, length in lengths.items():
-            if rank != self.rank:
-                self.messages += 1
-                self.sent_bytes += length
-                self.messages_to[rank] += 1
-                self.bytes_to[rank] += length
-        self.operations.append(operation)

@@ -32,6 +32,7 @@ from commpress.collectives.transports.meeting import (
     close_in_children,
 )
 from commpress.errors import InvalidArgument
+from commpress.work import started
 
 REPORTING = 5.0  # seconds that a newcomer has for its report
 SHOWN = 5  # differences that are named
@@ -144,8 +145,7 @@ class Membership:
     def attend(self) -> "Membership":
         """Answer at the door until it is shut, in a thread that does nothing else."""
         self._ended, self._end = socket.socketpair()
-        self._attendant = threading.Thread(target=self._attend, name="commpress-door", daemon=True)
-        self._attendant.start()
+        self._attendant = started("commpress-door", self._attend)
         return self
 
     def _attend(self) -> None:

@@ -16,7 +16,6 @@ import atexit
 import ctypes
 import os
 import signal
-import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Sequence
@@ -29,7 +28,7 @@ import torch
 from commpress.collectives.frame import AGREED, HEADER, Rows, rows_of, same
 from commpress.collectives.transports.staged import Scratch, Staged
 from commpress.errors import CommunicationError, InvalidArgument, MissingPackage, PeerFailure
-from commpress.work import Work
+from commpress.work import Work, started
 
 # seconds of asking again and again before naps begin: MPI moves data only while it is asked
 EAGER = 1e-2
@@ -84,9 +83,7 @@ def within(seconds: float, what: str, make: Callable[[], T]) -> T:
         except module.Exception as error:
             failed.append(error)
 
-    thread = threading.Thread(target=run, name="commpress-mpi-make", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    started("commpress-mpi-make", run).join(seconds)
     if not made:
         why = str(failed[0]) if failed else f"not all ranks came within {seconds:g} s"
         raise PeerFailure(f"MPI could not make {what}: {why}.")

@@ -43,7 +43,7 @@ from commpress.collectives.transports.lanes import agreed, for_pieces
 from commpress.collectives.transports.meeting import Meeting, close_in_children, nothing
 from commpress.collectives.transports.staged import Scratch, Staged
 from commpress.errors import CommunicationError, Corrupted, PeerFailure
-from commpress.work import Work
+from commpress.work import Work, started
 
 _PLACE = 160  # bytes in which a rank says where it is
 _LENGTHS = struct.Struct("<QQ")  # tag, bytes of the payload
@@ -239,11 +239,8 @@ class SocketTransfer:
         then. So a connection that closes late does not excuse ranks that sent nothing all the time;
         one that closes early was a death.
         """
-        seconds, transport, closed = (
-            time.monotonic() - self.posted,
-            self.transport,
-            self.closed.keys(),
-        )
+        seconds, transport = time.monotonic() - self.posted, self.transport
+        closed = self.closed.keys()
         damaged = sorted(r for r, how in self.closed.items() if how == DAMAGED)
         told = damaged or sorted(r for r, how in self.closed.items() if how != HUNG_UP)
         late = seconds >= transport.timeout.total_seconds() / 2 and not told
@@ -269,17 +266,20 @@ class Receipt:
     parts: Parts
 
 
+@dataclass(eq=False)
 class IncomingMessage:
     """Message that comes: into its receipt, aside if none is posted yet, or to nowhere if it does
     not fit."""
 
-    def __init__(self, header: bytes, length: int) -> None:
-        self.header, self.length, self.at = header, length, 0
-        self.memory: memoryview | None = None
-        self.receipt: Receipt | None = None
-        self.gives_up = False
-        self.divided, self.had = False, set[int]()  # offsets of the pieces that have come
-        self.end_of_it = ""  # how the peer went before it was whole
+    header: bytes
+    length: int
+    at: int = 0
+    memory: memoryview | None = None
+    receipt: Receipt | None = None
+    gives_up: bool = False
+    divided: bool = False
+    had: set[int] = field(default_factory=set)  # offsets of the pieces that have come
+    end_of_it: str = ""  # how the peer went before it was whole
 
     def end(self, how: str) -> None:
         """The peer went before the message was whole."""
@@ -500,8 +500,7 @@ class SocketEngine:
         self._driven = 0.0
         self._busy = threading.Event()
         close_in_children(self)
-        self._thread = threading.Thread(target=self._watch, name="commpress-sockets", daemon=True)
-        self._thread.start()
+        started("commpress-sockets", self._watch)
 
     def widen(self, more: Sequence[Mapping[int, socket.socket]], seconds: float) -> None:
         """Take further connections to every peer: the last for receipts, the others for pieces,

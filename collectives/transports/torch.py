@@ -23,10 +23,10 @@ import ctypes
 import os
 import socket
 import stat
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -40,7 +40,7 @@ from commpress.collectives.transports import interface
 from commpress.collectives.transports.sockets import SocketTransport
 from commpress.errors import CommunicationError, InvalidArgument, Mismatch, PeerFailure
 from commpress.torch_private import abort, all_gather_single, gloo_at
-from commpress.work import Work
+from commpress.work import Work, started
 
 LOOK = 0.05  # seconds between two looks at the peers while a device is waited for
 GRACE = 5.0  # seconds that a device has to end what a peer that is gone had sent all of
@@ -218,11 +218,12 @@ class TorchTransport:
             )
 
 
+@dataclass
 class _Checked:
     """torch's own Work, its errors typed."""
 
-    def __init__(self, transport: TorchTransport, work: dist.Work) -> None:
-        self.transport, self.work = transport, work
+    transport: TorchTransport
+    work: dist.Work
 
     def wait(self) -> None:
         try:
@@ -243,35 +244,34 @@ class _Post(dist.P2POp):
         tag: int,
         peer: int,
     ) -> None:
-        self.op, self.tensor, self.group, self.tag, self.peer, self.group_peer = (
-            call,
-            tensor,
-            group,
-            tag,
-            peer,
-            peer,
-        )
+        self.op, self.tensor, self.group, self.tag = call, tensor, group, tag
+        self.peer = self.group_peer = peer
 
     def __new__(cls, *_: Any) -> "_Post":
         return object.__new__(cls)
 
 
+@dataclass(eq=False)
 class _BatchedTransfer:
     """Rows to and from peers by torch's batched calls, in two rounds.
 
     Rows of different length would hang or end the process.
     """
 
-    def __init__(
-        self, transport: TorchTransport, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int
-    ) -> None:
-        self.transport, self.out, self.inp, self.wanted, self.tag = transport, out, inp, wanted, tag
+    transport: TorchTransport
+    out: Rows
+    inp: Rows
+    wanted: torch.Tensor
+    tag: int
+
+    def __post_init__(self) -> None:
+        transport, out, inp, tag = self.transport, self.out, self.inp, self.tag
         self.froms = [r for r in out.payloads if r != transport.rank]
         self.tos = [r for r in inp.payloads if r != transport.rank]
         self.headers: list[Work]
         if control := transport.control:  # headers are on the host
             heads = Rows(out.headers, _empty(self.froms)), Rows(inp.headers, _empty(self.tos))
-            self.headers = [control.exchange(*heads, wanted, tag)]
+            self.headers = [control.exchange(*heads, self.wanted, tag)]
         else:
             theirs = {r: out.headers[r] for r in self.froms}
             self.headers = self._post(theirs, {r: inp.headers[r] for r in self.tos}, tag % 0x4000)
@@ -380,7 +380,7 @@ def watched(make: Callable[[], T], watch: Callable[[], object]) -> T:
         except Exception as error:
             made.set_exception(error)
 
-    threading.Thread(target=run, name="commpress-connect", daemon=True).start()
+    started("commpress-connect", run)
     while not wait([made], _POLL).done:
         watch()
     return made.result()
@@ -484,7 +484,7 @@ def let_go(groups: list[Any]) -> None:
     The caller must hold none of them any more.
     """
     if groups:
-        threading.Thread(target=groups.clear, name="commpress-let-go", daemon=True).start()
+        started("commpress-let-go", groups.clear)
 
 
 def outliving() -> list[Any]:

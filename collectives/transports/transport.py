@@ -6,6 +6,7 @@ under way at once must not share one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -84,13 +85,8 @@ class InFront:
     checks: bool
 
     def stand_for(self, inner: Transport) -> None:
-        self.inner = inner
-        self.rank, self.size, self.ordered, self.checks = (
-            inner.rank,
-            inner.size,
-            inner.ordered,
-            inner.checks,
-        )
+        self.inner, self.rank, self.size = inner, inner.rank, inner.size
+        self.ordered, self.checks = inner.ordered, inner.checks
 
     def abandon(self, reason: str) -> None:
         self.inner.abandon(reason)
@@ -122,9 +118,10 @@ class Subset(ByRows, InFront):
         return every
 
 
+@dataclass
 class _SubsetWork:
-    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
-        self.work, self.finish = work, finish
+    work: Work
+    finish: Callable[[], object]
 
     def wait(self) -> None:
         self.work.wait()

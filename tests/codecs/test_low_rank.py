@@ -16,13 +16,14 @@ from commpress.collectives.levels import Levels
 from commpress.collectives.powersgd import matrices_of, plan_matrices, reduce_matrices
 from commpress.collectives.residual_state import flat_parts
 from commpress.collectives.topology import Topology
-from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.collectives.two_level import hierarchy_of
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.feedback import ErrorFeedback
 from commpress.kernels import low_rank as torch_low_rank
 from commpress.kernels.cpu import low_rank as cpu_low_rank
 from commpress.kernels.matrices import Matrix, stack
+from recorded import Recorded
 
 CPU = torch.device("cpu")
 

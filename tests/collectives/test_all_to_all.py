@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from commpress.codecs import BlockCodec, codec_named
 from commpress.collectives.all_to_all.all_to_all import Way, all_to_all, compressed_all_to_all
 from commpress.collectives.frame import HEADER
-from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import CommunicationError, InvalidArgument, Mismatch
 from commpress.kernels import reference
 from commpress.work import run
+from recorded import Recorded
 from variants import few
 from ways import WAYS, transport_by
 

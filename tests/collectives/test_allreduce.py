@@ -19,11 +19,12 @@ from commpress.collectives.allreduce import compressed_allreduce
 from commpress.collectives.buckets import one_message
 from commpress.collectives.channel import Channel
 from commpress.collectives.frame import HEADER, Rows
-from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.collectives.transports.transport import InFront
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.pieces import width_of
+from recorded import Recorded
 from variants import few
 
 WORLDS = [1, 2, 3, 4, 5, 7, 8, 16, 33, 64]

@@ -23,10 +23,11 @@ from commpress.collectives.buckets import Span, messages
 from commpress.collectives.transports import factory
 from commpress.collectives.transports import torch as gloo
 from commpress.collectives.transports.factory import own_transport
-from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.collectives.transports.transport import InFront
 from commpress.feedback import ErrorFeedback
 from commpress.work import Worker, run
+from recorded import Recorded
 from variants import few
 from ways import WAYS, transport_by
 

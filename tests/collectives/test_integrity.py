@@ -30,12 +30,13 @@ from commpress.collectives.frame import HEADER, rows_of
 from commpress.collectives.reduce_scatter import Part, deals, gather_rows, reduce_rows
 from commpress.collectives.topology import Topology, agree
 from commpress.collectives.transports import sockets
-from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.collectives.transports.transport import part_of
 from commpress.collectives.two_level import hierarchy_of
 from commpress.errors import CommunicationError, Corrupted
 from one_reduction import hierarchical_allreduce
 from ranks import meet
+from recorded import Recorded
 
 WIDTH = 24
 
@@ -183,17 +184,11 @@ def test_nothing_goes_over_a_transport_but_stamped_and_checked():
         if path.suffix != ".py":
             continue
         tree = ast.parse((sources.ROOT / path).read_text())
-        stamped = {
-            id(node.args[0])
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id == "exchange"
-            and node.args
-        }
+        if path.as_posix() == "collectives/allreduce.py":
+            tree.body = [node for node in tree.body if getattr(node, "name", "") != "exchange"]
         for node in ast.walk(tree):
             names = ("all_to_all", "all_gather", "exchange")
-            if isinstance(node, ast.Attribute) and node.attr in names and id(node) not in stamped:
+            if isinstance(node, ast.Attribute) and node.attr in names:
                 whose = (
                     node.value.id
                     if isinstance(node.value, ast.Name)

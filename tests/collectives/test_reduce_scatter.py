@@ -15,10 +15,11 @@ from commpress.collectives import reduce_scatter
 from commpress.collectives.allreduce import Call, Workspace
 from commpress.collectives.frame import HEADER
 from commpress.collectives.reduce_scatter import Part, deals, decode_rows, gather_rows, reduce_rows
-from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.pieces import NUMEL, RESIDUAL
 from commpress.kernels.reference import row_bytes
+from recorded import Recorded
 from test_allreduce import check_telescoping, gradients
 from variants import few
 

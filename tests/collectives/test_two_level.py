@@ -14,7 +14,7 @@ from commpress.collectives.allreduce import Call, Workspace, compressed_allreduc
 from commpress.collectives.buckets import Span
 from commpress.collectives.frame import HEADER
 from commpress.collectives.topology import Topology
-from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.collectives.two_level import (
     Hierarchy,
     hierarchy_of,
@@ -25,6 +25,7 @@ from commpress.collectives.two_level import (
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.kernels.pieces import NUMEL, RESIDUAL, SHARD, WIDTH
 from one_reduction import feedback_for, hierarchical_allreduce
+from recorded import Recorded
 from test_allreduce import (
     check_a_bad_number,
     check_telescoping,

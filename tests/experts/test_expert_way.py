@@ -11,13 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import commpress
 from commpress.cli import main
-from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument
 from commpress.plan.cluster import Cluster, Node
 from commpress.plan.costs import device_costs
 from commpress.plan.expert_way import ExpertWay, hop_seconds
 from commpress.plan.grids import Grid, MeshDims, MeshWork, Numel, predicted
 from commpress.plan.pair_links import PairLinks
+from recorded import Recorded
 from test_experts import made
 from test_moe import Net, assert_as_one_process, of_this_rank, trained
 

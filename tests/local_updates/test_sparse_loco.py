@@ -7,11 +7,12 @@ import torch
 
 from commpress.codecs import codec_named
 from commpress.collectives import all_gather_mean
-from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.outer import Average, SparseLoCo
 from local_twin import RATE, Ranks, flat
+from recorded import Recorded
 
 CODEC = "topk-64+bits2"
 SHAPES = [(90, 50), (5,), (7, 30), (300,)]  # a whole block and a short one

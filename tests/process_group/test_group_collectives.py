@@ -27,7 +27,7 @@ from commpress.collectives.frame import HEADER, LateHeaders
 from commpress.collectives.levels import Levels
 from commpress.collectives.reduce_scatter import Part, deals, gather_rows, reduce_rows
 from commpress.collectives.topology import Topology
-from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.collectives.two_level import hierarchy_of
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.feedback import ResidualStore, add_reduced
@@ -35,6 +35,7 @@ from commpress.integrations.process_group.group_options import GroupOptions, gro
 from commpress.torch_private import all_gather_single, reduce_scatter_single
 from group_calls import as_world, net, train
 from ranks import caught
+from recorded import Recorded
 
 ROW, STEPS, BAD = 301, 4, 2
 

@@ -148,5 +148,5 @@ def serve(address: str, key: bytes) -> None:
 
 
 if __name__ == "__main__":
-    sys.path += map(str, sources.ROOMS)
+    sys.path += map(str, (*sources.ROOMS, sources.ROOT / "benchmarks"))
     serve(sys.argv[1], bytes.fromhex(os.environ["MPI_RANKS_KEY"]))

@@ -9,10 +9,11 @@ from unittest import mock
 import numpy as np
 import torch
 
-from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.kernels.pieces import width_of
 from commpress.optim import tensor_states
 from commpress.optim.optimizer import CompressedOptimizer
+from recorded import Recorded
 
 SHAPES = ((40, 50), (700,), (7,))
 # for equations: gradients count in full, and nobody wakes up
