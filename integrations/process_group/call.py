@@ -3,6 +3,7 @@ typed error."""
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -144,11 +145,12 @@ class GroupWork(dist.Work):
         return self._future
 
 
+@dataclass
 class FutureWork:
     """The part of ``Work`` that ``GroupWork`` needs, over a future."""
 
-    def __init__(self, future: torch.futures.Future[Any], tensors: Sequence[torch.Tensor]) -> None:
-        self.future, self.tensors = future, tensors
+    future: torch.futures.Future[Any]
+    tensors: Sequence[torch.Tensor]
 
     def wait(self, timeout: timedelta = _ZERO) -> None:
         self.future.wait()

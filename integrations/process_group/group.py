@@ -53,6 +53,7 @@ from commpress.integrations.process_group.reform import (
     Registry,
     announce,
     appointed_terms,
+    call_all,
     cause_of,
     check_reconfigures,
     check_reform,
@@ -94,11 +95,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._rank, self._size, self._formed = rank, size, formed
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.pg_options, self._called = group_options_from(pg_options), name
-        self._store, self._timeout, self._global_ranks = (
-            store,
-            timeout,
-            list(global_ranks or range(size)),
-        )
+        self._store, self._timeout = store, timeout
+        self._global_ranks = list(global_ranks or range(size))
         make = mpi_group if inner == "mpi" else torch_group
         self._inner: Any
         self._inner, self._abort = make(dist.PrefixStore("data", store), rank, size, timeout, self)
@@ -134,7 +132,7 @@ class ProcessGroup(dist.ProcessGroup):
             self.guard = Guard(
                 connections,
                 timeout=self._timeout,
-                abort=partial(_both, self._abort, self.reducer.abort),
+                abort=partial(call_all, [self._abort, self.reducer.abort]),
                 name=self._peer_names(),
                 reforms=partial(_reforms, weakref.ref(self)),
             )
@@ -337,12 +335,12 @@ class ProcessGroup(dist.ProcessGroup):
     # ------------------------------------------------------------ point to point
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> GroupWork:
-        work = GroupWork(self.guard, lambda work: self._inner.send(tensors, peer, tag), tensors)
-        return self._point_to_point(work, sending(tensors[0], tag), peer)
+        record = sending(tensors[0], tag)
+        return self._point_to_point(self._inner.send, tensors, peer, record)
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> GroupWork:
-        work = GroupWork(self.guard, lambda work: self._inner.recv(tensors, peer, tag), tensors)
-        return self._point_to_point(work, receiving(tensors[0], tag), peer)
+        record = receiving(tensors[0], tag)
+        return self._point_to_point(self._inner.recv, tensors, peer, record)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> GroupWork:
         if self.guard is None:
@@ -363,7 +361,10 @@ class ProcessGroup(dist.ProcessGroup):
         self.guard.any_source(receiving(tensors[0], tag), work)
         return self._left_to_guard(work)
 
-    def _point_to_point(self, work: GroupWork, record: Record, peer: int) -> GroupWork:
+    def _point_to_point(
+        self, start: Callable[..., Any], tensors: Tensors, peer: int, record: Record
+    ) -> GroupWork:
+        work = GroupWork(self.guard, lambda work: start(tensors, peer, record.root), tensors)
         if self.guard is None or peer == self.rank() or at_once(self._inner, work.tensors):
             return self._started(work)
         ready(work.tensors)
@@ -693,12 +694,8 @@ class ProcessGroup(dist.ProcessGroup):
         connections: ControlConnections | None,
     ) -> None:
         """Continue among other ranks; for ``Reformation``."""
-        self._rank, self._size, self._store, self._global_ranks = (
-            rank,
-            size,
-            store,
-            list(range(size)),
-        )
+        self._rank, self._size, self._store = rank, size, store
+        self._global_ranks = list(range(size))
         old = [self._inner, self._abort]
         self._inner, self._abort = inner, abort
         let_go(old)
@@ -772,11 +769,6 @@ def _record(name: str, tensors: Tensors, opts: Any, codec: str = "") -> Record:
     op = getattr(opts, "reduceOp", None)
     reduction, root = NO_REDUCTION if op is None else int(op.op), getattr(opts, "rootRank", 0)
     return call(name, tensors, reduction=reduction, root=root, codec=codec)
-
-
-def _both(one: Callable[[], object], other: Callable[[], object]) -> None:
-    one()
-    other()
 
 
 def _close(parts: list[Any]) -> None:

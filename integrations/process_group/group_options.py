@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -13,20 +13,9 @@ from commpress.codecs.planned import load_plan
 from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.collectives.all_to_all.all_to_all import check_codec
 from commpress.collectives.topology import Topology
-from commpress.errors import InvalidArgument
+from commpress.errors import InvalidArgument, check_counts
 
 VARIABLE = "COMMPRESS_GROUP_OPTIONS"
-_KEYS = (
-    "codec",
-    "min_numel",
-    "ops",
-    "only",
-    "reduce_scatter",
-    "all_gather",
-    "all_to_all",
-    "broadcast",
-    "topology",
-)
 _EXACT = "exact"
 _ROW = 4096
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
@@ -81,14 +70,7 @@ class GroupOptions:
                 "buckets: use commpress.compress(ddp, codec=...), which knows the parameters' "
                 "shapes, or another codec here"
             )
-        if (
-            isinstance(self.min_numel, bool)
-            or not isinstance(self.min_numel, int)
-            or self.min_numel < 1
-        ):
-            raise InvalidArgument(
-                f"min_numel is {self.min_numel!r}, expected a positive number of elements"
-            )
+        check_counts(1, min_numel=self.min_numel)
         if self.only not in ("gradients", "everything"):
             raise InvalidArgument(f"only is {self.only!r}, expected 'gradients' or 'everything'")
         object.__setattr__(self, "ops", tuple(sorted({_op_name(op) for op in self.ops})))
@@ -171,14 +153,15 @@ def group_options_from(given: GroupOptions | str | None) -> GroupOptions | None:
         return GroupOptions(plan.codec, max(plan.min_numel, 1)) if plan.compresses else None
     where = f"{VARIABLE} is" if given is None else "pg_options is"
     values: dict[str, Any] = {}
+    known = [field.name for field in fields(GroupOptions)]
     for part in text.split(","):
         key, equals, value = (word.strip() for word in part.partition("="))
         if not equals and not values:
             key, value = "codec", key  # "int8" alone
-        elif not equals or key not in _KEYS or key in values:
+        elif not equals or key not in known or key in values:
             raise InvalidArgument(
                 f"{where} {text!r}: {part!r} should be one of "
-                f"{', '.join(k + '=…' for k in _KEYS)}, once"
+                f"{', '.join(k + '=…' for k in known)}, once"
             )
         values[key] = value
     if "min_numel" in values:
@@ -199,12 +182,9 @@ def _needs_residuals(codec: Codec) -> bool:
 
 
 def _op_name(op: Any) -> str:
-    name = (
-        op.lower()
-        if isinstance(op, str)
-        else next((n for n, value in _OPS.items() if op == value), None)
-    )
-    if name not in _OPS:
+    given = _OPS.get(op.lower()) if isinstance(op, str) else op
+    name = next((name for name, each in _OPS.items() if each == given), None)
+    if name is None:
         raise InvalidArgument(
             f"ops has {op!r}, expected 'sum' and 'avg': no other reduction can be computed from "
             "averages"

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import TypeVar
 
+from commpress.collectives.transports.meeting import nothing
 from commpress.errors import CommunicationError, Mismatch
 from commpress.integrations.process_group.call import GroupWork, profiling
 from commpress.integrations.process_group.control_connections import (
@@ -41,6 +42,7 @@ from commpress.integrations.process_group.records import (
     grace_of,
     speaks_of_a_peer,
 )
+from commpress.work import started
 
 FIRST = 0.02  # seconds to wait for a single missing peer
 LINGER = 0.5  # seconds for transfers to finish after a peer's death
@@ -60,20 +62,13 @@ class Guard:
     ) -> None:
         """Guard calls over ``connections``. ``reforms`` is called when a peer wants to agree on new
         members."""
-        self.rank, self.seconds, self.grace = (
-            connections.rank,
-            timeout.total_seconds(),
-            grace_of(timeout),
-        )
+        self.rank, self.seconds = connections.rank, timeout.total_seconds()
+        self.grace = grace_of(timeout)
         self.failure: CommunicationError | None = None
         self.reforming: set[int] = set()  # peers that want to agree on new members
         self._reforms = reforms
-        self._connections, self._abort, self._blame = (
-            connections,
-            abort,
-            Blame(connections.rank, name),
-        )
-        self._peers = connections.by_rank
+        self._connections, self._peers, self._abort = connections, connections.by_rank, abort
+        self._blame = Blame(connections.rank, name)
         self._changed = threading.Condition()  # re-entrant: a future may call back into the group
         self._leading, self._closed = False, False
         self._collectives, self._pairs = PendingCollectives(self._peers), PendingPairs()
@@ -84,8 +79,7 @@ class Guard:
         self._notices: list[tuple[int, Record]] = []
         self._abort_at: float | None = None
         self._polls = Polls(connections)
-        self._thread = threading.Thread(target=self._watch, name="commpress-guard", daemon=True)
-        self._thread.start()
+        self._thread = started("commpress-guard", self._watch)
 
     # ------------------------------------------------------------ calls
 
@@ -113,7 +107,7 @@ class Guard:
             self._add(work)
             if peer in self._peers:
                 self._peers[peer].send(record)
-            wanted = opposite(record.operation)
+            wanted = work.expected[peer].operation
             self._pairs.enter(work, peer, wanted, record.root)
             self._match(peer, wanted, record.root)
             self._advance()
@@ -463,13 +457,9 @@ class Guard:
         if self._thread is not threading.current_thread():
             self._thread.join(5)
         # it refers to the inner groups, which an error with its frames must not keep alive
-        self._abort = _nothing
+        self._abort = nothing
         self._connections.close(last)
         self._polls.close()
-
-
-def _nothing() -> None:
-    """Do nothing: the placeholder of a finished abort."""
 
 
 K = TypeVar("K")
@@ -601,10 +591,6 @@ class PendingPairs:
         return next(
             (records[0] for (p, _, _), records in self._received.items() if p == peer), None
         )
-
-
-def opposite(operation: int) -> int:
-    return RECV if operation == SEND else SEND
 
 
 def _take(queues: dict[K, deque[V]], key: K) -> V:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -92,12 +93,13 @@ def inner_of(group: Any) -> Any:
     return getattr(group, "_inner", None)
 
 
+@dataclass(eq=False)
 class CurrentBackend:
     """Backend of a group with changing ranks: it passes calls to the backend that carries the data
     at that time."""
 
-    def __init__(self, group: Any, device: torch.device) -> None:
-        self._group, self._device = group, device
+    _group: Any
+    _device: torch.device
 
     def __getattr__(self, name: str) -> Any:
         return getattr(inner_of(self._group)._get_backend(self._device), name)

@@ -96,12 +96,8 @@ class MpiGroup:
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> MpiWork:
         for output, row in zip(outputs, inputs, strict=True):
             self._fit("reduce_scatter", row, output)
-        return self._begin(
-            "reduce_scatter",
-            self._reduce_scatter(outputs, inputs, opts, whole=False),
-            outputs,
-            opts,
-        )
+        steps = self._reduce_scatter(outputs, inputs, opts, whole=False)
+        return self._begin("reduce_scatter", steps, outputs, opts)
 
     def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> MpiWork:
         return self.reduce_scatter_tensor_coalesced([output], [input], opts)
@@ -112,9 +108,8 @@ class MpiGroup:
         rows = [self._dealt(i) for i in inputs]
         for output, row in zip(outputs, rows, strict=True):
             self._fit("reduce_scatter", row, output)
-        return self._begin(
-            "reduce_scatter", self._reduce_scatter(outputs, rows, opts, whole=True), outputs, opts
-        )
+        steps = self._reduce_scatter(outputs, rows, opts, whole=True)
+        return self._begin("reduce_scatter", steps, outputs, opts)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> MpiWork:
         return self._begin("broadcast", self._broadcast(tensors[0], opts.rootRank), tensors, opts)

@@ -9,12 +9,14 @@ import os
 import threading
 import time
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from commpress.collectives.transports.mpi import EAGER, NAP, ending, mpi
+from commpress.work import started
 
 Steps = Generator[list[Any], None, None]  # requests of MPI
 _ZERO = timedelta(0)
@@ -80,10 +82,7 @@ class MpiProgress:
     def _watch(self) -> None:
         with self._idle:
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._loop, name="commpress-mpi", daemon=True
-                )
-                self._thread.start()
+                self._thread = started("commpress-mpi", self._loop)
             self._idle.notify()
 
     def _loop(self) -> None:
@@ -124,29 +123,22 @@ class MpiProgress:
         return bool(self._kept)
 
 
+@dataclass(eq=False)
 class MpiWork:
     """The part of torch's ``Work`` that ``GroupWork`` needs."""
 
-    def __init__(
-        self,
-        progress: MpiProgress,
-        name: str,
-        steps: Steps,
-        tensors: Sequence[torch.Tensor],
-        deadline: float,
-    ) -> None:
-        self.progress, self.name, self.tensors, self.deadline = (
-            progress,
-            name,
-            list(tensors),
-            deadline,
-        )
-        self.settled, self.source = False, -1
-        self.error: Exception | None = None
-        self._steps: Steps | None = steps
-        self._requests: list[Any] = []
-        self._future: torch.futures.Future[Any] | None = None
-        self._setting, self._set = threading.Lock(), False
+    progress: MpiProgress
+    name: str
+    steps: Steps | None
+    tensors: Sequence[torch.Tensor]
+    deadline: float
+    settled: bool = False
+    source: int = -1
+    error: Exception | None = None
+    _requests: list[Any] = field(default_factory=list)
+    _future: torch.futures.Future[Any] | None = None
+    _setting: threading.Lock = field(default_factory=threading.Lock)
+    _set: bool = False
 
     def advance(self) -> bool:
         """Continue as far as possible without waiting; return whether it has ended. Needs the lock
@@ -155,9 +147,9 @@ class MpiWork:
             while not self._requests or self.progress.mpi.Request.Testall(self._requests):
                 # tensors made in inference mode can be written only in it
                 with torch.inference_mode():
-                    self._requests = next(self._steps)  # type: ignore[arg-type]
+                    self._requests = next(self.steps)  # type: ignore[arg-type]
         except StopIteration:
-            self._steps, self.settled = None, True
+            self.steps, self.settled = None, True
         except Exception as error:  # for the thread that waits, not the one that tests
             self.fail(error)
         return self.settled
@@ -173,7 +165,7 @@ class MpiWork:
         if future is None or done:
             return
         if self.error is None:
-            future.set_result(self.tensors)
+            future.set_result(self.result())
         else:
             future.set_exception(self.error)
 
@@ -203,7 +195,7 @@ class MpiWork:
         return self.error
 
     def result(self) -> list[torch.Tensor]:
-        return self.tensors
+        return list(self.tensors)
 
     def get_future(self) -> torch.futures.Future[Any]:
         with self._setting:

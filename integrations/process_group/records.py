@@ -7,6 +7,7 @@ sending and receiving are swapped.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -173,15 +174,12 @@ def counts(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
 
 
 def sending(tensor: torch.Tensor, tag: int) -> Record:
-    return Record(
-        operation=SEND, dtype=_DTYPES.get(tensor.dtype, OTHER_DTYPE), root=tag, give=tensor.numel()
-    )
+    code = _DTYPES.get(tensor.dtype, OTHER_DTYPE)
+    return Record(operation=SEND, dtype=code, root=tag, give=tensor.numel())
 
 
 def receiving(tensor: torch.Tensor, tag: int) -> Record:
-    return Record(
-        operation=RECV, dtype=_DTYPES.get(tensor.dtype, OTHER_DTYPE), root=tag, take=tensor.numel()
-    )
+    return sending(tensor, tag).mirrored()
 
 
 def _dtype_name(code: int) -> str:
@@ -202,11 +200,12 @@ class BlamedCall(Protocol):
     def describe(self) -> str: ...
 
 
+@dataclass
 class Blame:
-    """Make errors of one rank; ``name`` returns a peer's name."""
+    """Make errors of one rank; ``_name`` returns a peer's name."""
 
-    def __init__(self, rank: int, name: Callable[[int], str]) -> None:
-        self.rank, self._name = rank, name
+    rank: int
+    _name: Callable[[int], str]
 
     def disagreement(self, work: BlamedCall, wrong: Sequence[tuple[int, Record]]) -> Mismatch:
         mine, theirs, wrong = work.describe(), [], sorted(wrong)  # independent of arrival

@@ -14,10 +14,11 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,7 @@ MEMBERS = "commpress/members"  # key in stores for the members' contacts
 # limit for new connections; one to a store of torch may take 5 s
 CONNECTING = timedelta(seconds=10)
 _TRIES = 0.2  # seconds between two queries of a store
+T = TypeVar("T")
 
 
 # ids of references, and the references, so that the ids stay unique
@@ -70,10 +72,8 @@ class Registry:
 
     def mark(self) -> "Mark":
         """Record the present objects."""
-        return {id(each) for each in self._channels + self._owners}, [
-            *self._channels,
-            *self._owners,
-        ]
+        present = [*self._channels, *self._owners]
+        return set(map(id, present)), present
 
     def return_to(self, mark: "Mark") -> None:
         """Drop and stop objects made since the mark, which callers may still have."""
@@ -92,13 +92,11 @@ class Registry:
 
     @property
     def channels(self) -> list[Channel]:
-        self._channels = [each for each in self._channels if each() is not None]
-        return [channel for each in self._channels if (channel := each()) is not None]
+        return _alive(self._channels)
 
     @property
     def owners(self) -> list[Any]:
-        self._owners = [each for each in self._owners if each() is not None]
-        return [owner for each in self._owners if (owner := each()) is not None]
+        return _alive(self._owners)
 
     def labels(self) -> tuple[str, ...]:
         return (
@@ -107,13 +105,22 @@ class Registry:
         )
 
 
+def _alive(references: list[weakref.ref[T]]) -> list[T]:
+    """Return the objects that are left, and forget the references to others."""
+    references[:] = [each for each in references if each() is not None]
+    return [found for each in references if (found := each()) is not None]
+
+
+@dataclass
 class Reformation:
     """One process's part in a reform of a group: the ``Builder`` of an agreement."""
 
-    def __init__(self, group: "ProcessGroup", timeout: timedelta) -> None:
-        self.group, self.timeout = group, timeout
-        self.refused: Exception | None = None
-        self._alone = group.guard is None
+    group: "ProcessGroup"
+    timeout: timedelta
+    refused: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self._alone = self.group.guard is None
 
     @property
     def refusal(self) -> str:
@@ -155,7 +162,7 @@ class Reformation:
         stop(self.group, CommunicationError("this group reforms again"))
         self._connect(proposal, watch)
         commits = [self._staged(owner, proposal.change) for owner in self.group.registry.owners]
-        return partial(_all, [commit for commit in commits if commit is not None])
+        return partial(call_all, [commit for commit in commits if commit is not None])
 
     def _connect(self, proposal: Proposal, watch: Callable[[], object] = nothing) -> None:
         """Connect everything of the group among the new ranks.
@@ -418,13 +425,8 @@ def appointed_terms(group: "ProcessGroup", options: Any) -> Terms:
         raise InvalidArgument(
             f"hints is {options.hints!r}, expected none: the backend 'commpress' does not use hints"
         )
-    key = (
-        int.from_bytes(
-            hashlib.blake2b(str(options.uuid).encode(), digest_size=8).digest(), "little"
-        )
-        >> 1
-        | 1
-    )
+    hashed = hashlib.blake2b(str(options.uuid).encode(), digest_size=8).digest()
+    key = int.from_bytes(hashed, "little") >> 1 | 1
     if key == group.membership.epoch.key:
         raise CommunicationError(  # a RuntimeError, as Gloo's groups raise
             f"uuid is {options.uuid}, which the present group already has: pass a new one each time"
@@ -437,14 +439,11 @@ def contacts_in(join: Any) -> list[str]:
     """Return the addresses of members known so far."""
     if isinstance(join, str):
         return [place_of(join)]
-    try:
-        if not join.check([MEMBERS]):
-            time.sleep(_TRIES)
-            return []
-        return [place_of(each) for each in json.loads(join.get(MEMBERS))["contacts"]]
-    except (RuntimeError, OSError):  # its host is down and may come back
-        time.sleep(_TRIES)
-        return []
+    with suppress(RuntimeError, OSError):  # its host is down and may come back
+        if join.check([MEMBERS]):
+            return [place_of(each) for each in json.loads(join.get(MEMBERS))["contacts"]]
+    time.sleep(_TRIES)
+    return []
 
 
 def announce(group: "ProcessGroup") -> None:
@@ -461,6 +460,6 @@ def announce(group: "ProcessGroup") -> None:
             log.warning("a store does not take the members of the group: %s", error)
 
 
-def _all(commits: Sequence[Callable[[], None]]) -> None:
-    for commit in commits:
-        commit()
+def call_all(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
