@@ -5,6 +5,7 @@ The ranks begin each turn together and exchange their seconds. The slowest rank'
 ranks decide alike.
 """
 
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -24,16 +25,17 @@ ROUNDS = 5  # the first does not count: memory is allocated, kernels are compile
 GAIN = 0.05  # share of the seconds that a coarser codec must save over a finer one
 
 
+@dataclass
 class CodecMeasurement:
     """Measure the seconds of each candidate for a round trip, and choose one.
 
     ``out`` and ``back``: codecs of each candidate for the two directions.
     """
 
-    def __init__(self, out: dict[str, Codec], back: dict[str, Codec]) -> None:
-        self.out, self.back = out, back
-        self.seconds: dict[str, float] = {}  # filled at the end
-        self.chosen = ""
+    out: dict[str, Codec]
+    back: dict[str, Codec]
+    seconds: dict[str, float] = field(default_factory=dict)  # filled at the end
+    chosen: str = ""
 
     def steps(
         self,

@@ -114,15 +114,10 @@ class _Exchange(torch.autograd.Function):
         out_splits: Sequence[int] | None,
         in_splits: Sequence[int] | None,
     ) -> torch.Tensor:
-        sequence = exchange.channel.take(
-            2
-        )  # also for backward, which may run at another time on each rank
-        ctx.exchange, ctx.out_splits, ctx.in_splits, ctx.sequence = (
-            exchange,
-            out_splits,
-            in_splits,
-            sequence + 1,
-        )
+        # also for backward, which may run at another time on each rank
+        sequence = exchange.channel.take(2)
+        ctx.exchange, ctx.sequence = exchange, sequence + 1
+        ctx.out_splits, ctx.in_splits = out_splits, in_splits
         return exchange.send(rows, out_splits, in_splits, exchange.codec, sequence)
 
     @staticmethod

@@ -8,6 +8,7 @@ optimizers, clipping and ``state_dict`` see an expert once.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -153,20 +154,14 @@ def filled(level: np.ndarray, amount: float) -> np.ndarray:
 
 
 def _checked(ranks: Mapping[int, int], home: Placement) -> dict[int, int]:
-    wrong = [
-        (e, n)
-        for e, n in ranks.items()
-        if not isinstance(e, int)
-        or not isinstance(n, int)
-        or not 0 <= e < home.experts
-        or not 1 <= n <= home.size
-    ]
-    if wrong:
-        raise InvalidArgument(
-            f"copies has expert {wrong[0][0]!r} on {wrong[0][1]!r} ranks, expected experts 0 to "
-            f"{home.experts - 1} on 1 to {home.size} ranks each, including its home, such as "
-            f"{{0: {min(2, home.size)}}}"
-        )
+    for e, n in ranks.items():
+        whole = isinstance(e, int) and isinstance(n, int)
+        if not whole or not 0 <= e < home.experts or not 1 <= n <= home.size:
+            raise InvalidArgument(
+                f"copies has expert {e!r} on {n!r} ranks, expected experts 0 to "
+                f"{home.experts - 1} on 1 to {home.size} ranks each, including its home, such as "
+                f"{{0: {min(2, home.size)}}}"
+            )
     return {e: n for e, n in ranks.items() if n > 1}
 
 
@@ -182,9 +177,8 @@ def hottest(load: Sequence[float], copies: int, size: int) -> dict[int, int]:
     return {e: int(n) for e, n in enumerate(ranks) if n > 1}
 
 
-Arguments = Callable[
-    [torch.Tensor], tuple[torch.Tensor, ...]
-]  # arguments of an expert besides its rows
+# arguments of an expert besides its rows
+Arguments = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 class CopiedExperts:
@@ -285,13 +279,14 @@ class CopiedExperts:
         }
 
 
+@dataclass(eq=False)
 class FetchedWeights:
     """Weights of the copies on one rank in one forward, and which of them were used."""
 
-    def __init__(self, owner: CopiedExperts, hot: Sequence[int]) -> None:
-        self.owner, self.hot = owner, hot
-        self.weights: dict[int, torch.Tensor] = {}
-        self.used: set[int] = set()  # experts whose copy here had tokens
+    owner: CopiedExperts
+    hot: Sequence[int]
+    weights: dict[int, torch.Tensor] = field(default_factory=dict)
+    used: set[int] = field(default_factory=set)  # experts whose copy here had tokens
 
     def parameters(self, expert: int) -> dict[str, torch.Tensor]:
         shapes = self.owner._shapes(expert)
@@ -315,12 +310,7 @@ class FetchedWeights:
             each = [self.parameters(e) for e in experts]
             together = {name: torch.stack([p[name] for p in each]) for name in each[0]}
             template.num_experts = len(experts)
-            number = torch.repeat_interleave(torch.arange(len(counts)), counts).to(rows.device)[
-                :, None
-            ]
-            made = [
-                functional_call(template, together, (rows, number, rows.new_ones(len(rows), 1)))
-            ]
+            made = [functional_call(template, together, (rows, *choices_of(rows, counts)))]
         else:
             for expert, part in zip(experts, rows.split(counts.tolist()), strict=True):
                 if len(part):
@@ -421,12 +411,8 @@ class _Fetch(torch.autograd.Function):
         exchange = fetched.owner.exchange
         ctx.fetched, ctx.sequence = fetched, exchange.channel.take(2)
         ctx.like = probe.detach().new_empty(0)
-        return (
-            tokens.view_as(tokens),
-            *exchange.finish(
-                fetched.there([h.detach() for h in hot], ctx.like, ctx.sequence), *hot
-            ),
-        )
+        steps = fetched.there([h.detach() for h in hot], ctx.like, ctx.sequence)
+        return tokens.view_as(tokens), *exchange.finish(steps, *hot)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
@@ -434,6 +420,13 @@ class _Fetch(torch.autograd.Function):
         steps = fetched.back(gradients[1:], ctx.like, ctx.sequence + 1)
         sums = fetched.owner.exchange.finish(steps, *gradients[1:])
         return (gradients[0], None, None, None, *sums)
+
+
+def choices_of(rows: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the further arguments of batched experts for rows sorted by expert, ``counts`` of
+    each: its number, and a gate of 1."""
+    number = torch.repeat_interleave(torch.arange(len(counts)), counts).to(rows.device)
+    return number[:, None], rows.new_ones(len(rows), 1)
 
 
 def _emptied(module: nn.Module) -> Any:

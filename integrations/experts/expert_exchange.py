@@ -115,11 +115,7 @@ class ExpertExchange(Divided, TokenSwitch):
         on_lost: Literal["refuse", "mask"] = "refuse",
         process_group: dist.ProcessGroup | Transport | None = None,
     ) -> None:
-        check_counts(num_experts=num_experts, pad=pad)
-        if num_experts < 1 or pad < 1:
-            raise InvalidArgument(
-                f"num_experts is {num_experts} and pad {pad}, expected at least 1 each"
-            )
+        check_counts(1, num_experts=num_experts, pad=pad)
         if capacity is not None and not capacity > 0:
             raise InvalidArgument(
                 f"capacity is {capacity!r}, expected a factor above 0, such as 1.25, or None for "
@@ -144,18 +140,11 @@ class ExpertExchange(Divided, TokenSwitch):
         if self.channel.members:
             on_reform(self.channel.group, self)
         size = self.channel.size
-        if copies and on_lost == "mask":
-            raise InvalidArgument(
-                "copies are given, whose homes may be lost, and on_lost is 'mask': leave one out"
-            )
         self.home = (
             Placement.even(num_experts, size) if placement is None else Placement(placement, size)
         )
-        nodes = self._nodes(topology)
-        self.copies = ExpertCopies(self.home, nodes, self.channel.rank, copies)
-        self.placement = self.copies.placement
-        self.carrier = Carrier(self.channel.transport, nodes)
-        self.counters = ExpertCounters(self.copies.expert[self.placement.on(self.channel.rank)])
+        self.carrier = Carrier(self.channel.transport, self._nodes(topology))
+        self.counters = ExpertCounters(self._copied(copies))
         self._tensor = (
             Channel(Loopback(1).transport(0))
             if tensor_group is None
@@ -187,14 +176,11 @@ class ExpertExchange(Divided, TokenSwitch):
         another. Without chunks, ``routed`` is called with the number of rows of each expert on this
         rank before they are sent.
         """
-        if chunks < 1:
-            raise InvalidArgument(f"chunks is {chunks}, expected at least 1")
+        check_counts(1, chunks=chunks)
         self._check(tokens, topk_weights, topk_idx.shape)
         if (lost := self._lost(topk_idx)) is not None:
-            topk_idx, topk_weights = (
-                topk_idx.masked_fill(lost, -1),
-                redistributed(topk_weights, lost),
-            )
+            topk_idx = topk_idx.masked_fill(lost, -1)
+            topk_weights = redistributed(topk_weights, lost)
         if chunks > 1 and not self._measures:
             self._overlaps = True
             return in_chunks(self, tokens, topk_idx, topk_weights, experts, chunks)
@@ -290,8 +276,7 @@ class ExpertExchange(Divided, TokenSwitch):
         count = plan.rows.count if max_recv_tokens is None else max_recv_tokens
         if max_recv_tokens is not None:
             self._check_room(count, plan.rows.count)
-        trip = Trip(self, plan, self.channel.take(2), out=True, count=count)
-        rows, gates = trip.of(tokens, topk_weights)
+        rows, gates = self._trip(plan, count, out=True).of(tokens, topk_weights)
         if plan.rows.layout != "flat":
             return rows, gates, None
         numbers = plan.rows.local.new_full((count, plan.k), -1)
@@ -313,11 +298,12 @@ class ExpertExchange(Divided, TokenSwitch):
             with torch.no_grad():
                 self._combine(routing, expert_tokens, out)
             return out
-        plan, count = plan.to(expert_tokens.device), len(expert_tokens)
-        found: torch.Tensor = Trip(self, plan, self.channel.take(2), out=False, count=count).of(
-            expert_tokens
-        )[0]
+        trip = self._trip(plan.to(expert_tokens.device), len(expert_tokens), out=False)
+        found: torch.Tensor = trip.of(expert_tokens)[0]
         return found
+
+    def _trip(self, plan: ExpertPlan, count: int, *, out: bool) -> Trip:
+        return Trip(exchange=self, plan=plan, sequence=self.channel.take(2), out=out, count=count)
 
     # ------------------------------------------------------------ steps
 
@@ -326,7 +312,7 @@ class ExpertExchange(Divided, TokenSwitch):
         topk_idx: torch.Tensor,
         per_expert_token_counts: torch.Tensor | None = None,
         *,
-        layout: str = "flat",
+        layout: str,
         note: str = "",
         sequence: int | None = None,
     ) -> Steps[Any]:
@@ -439,24 +425,28 @@ class ExpertExchange(Divided, TokenSwitch):
     def copy_experts(self, copies: Mapping[int, int], load: Sequence[float] = ()) -> None:
         """Replace the copies, from the next routing on; call it between two steps, with the same
         arguments on all ranks."""
+        self.counters.copied(self._copied(copies, load))
+
+    def _copied(self, copies: Mapping[int, int] | None, load: Sequence[float] = ()) -> np.ndarray:
+        """Place copies of experts; return the numbers of this rank's experts, then of its
+        copies."""
         if copies and self.on_lost == "mask":
             raise InvalidArgument(
                 "copies are given, whose homes may be lost, and on_lost is 'mask': leave one out"
             )
-        self.copies = ExpertCopies(self.home, self.carrier.nodes, self.channel.rank, copies, load)
+        rank = self.channel.rank
+        self.copies = ExpertCopies(self.home, self.carrier.nodes, rank, copies, load)
         self.placement = self.copies.placement
-        self.counters.copied(self.copies.expert[self.placement.on(self.channel.rank)])
+        found: np.ndarray = self.copies.expert[self.placement.on(rank)]
+        return found
 
     def expert_load(self) -> list[int]:
         """Return the choices of each expert by tokens of all ranks since copies were last made;
         collective."""
-        mine = (
-            np.bincount(self.counters.experts, self.counters.since, self.num_experts)
-            .astype(int)
-            .tolist()
-        )
-        every = self.finish(self.channel.gathered(mine))
-        return [int(sum(each)) for each in zip(*every, strict=True)]
+        mine = np.bincount(self.counters.experts, self.counters.since, self.num_experts)
+        every = self.finish(self.channel.gathered(mine.tolist()))
+        found: list[int] = every.sum(axis=0).astype(int).tolist()
+        return found
 
     # ------------------------------------------------------------ other ranks
 
@@ -469,10 +459,8 @@ class ExpertExchange(Divided, TokenSwitch):
             raise cannot_follow(
                 self, f"ranks {list(change.new)} are new and have no experts of this exchange"
             )
-        placement, nodes = (
-            self.placement.among(change.sources),
-            self.carrier.nodes.among(change.sources),
-        )
+        placement = self.placement.among(change.sources)
+        nodes = self.carrier.nodes.among(change.sources)
         if placement.masked[:-1].all():
             raise cannot_follow(self, "all experts are lost")
 
@@ -554,16 +542,13 @@ class ExpertExchange(Divided, TokenSwitch):
 
     def _check_room(self, room: int, coming: int) -> None:
         """Raise on all ranks if some rank receives more rows than it has room for; collective."""
-        every = self.finish(self.channel.gathered([room, coming]))
-        short = [
-            (rank, int(rows), int(more)) for rank, (rows, more) in enumerate(every) if rows < more
-        ]
+        every = self.finish(self.channel.gathered([room, coming])).astype(int)
+        short = np.flatnonzero(every[:, 0] < every[:, 1]).tolist()
         if short:
-            rank, rows, more = short[0]
+            rows, more = every[short[0]]
             raise InvalidArgument(
-                f"max_recv_tokens is {rows}, but rank {rank} receives {more} rows (too few on "
-                f"ranks {[each for each, _, _ in short]}): leave it out, raise it, or pass a "
-                "capacity to ExpertExchange"
+                f"max_recv_tokens is {rows}, but rank {short[0]} receives {more} rows (too few on "
+                f"ranks {short}): leave it out, raise it, or pass a capacity to ExpertExchange"
             )
 
     def _plan(self, routing: Any, tokens: torch.Tensor, gates: torch.Tensor | None) -> ExpertPlan:

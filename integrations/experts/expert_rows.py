@@ -1,13 +1,13 @@
 """Rows as experts get them: received tokens by source, or by expert; and choices dropped by a
 capacity."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 import torch
 
-from commpress.collectives.all_to_all.tokens import Bags, Placement, TokenRoutes
+from commpress.collectives.all_to_all.tokens import Bags, Placement, TokenRoutes, moved
 from commpress.collectives.transports.staged import Scratch
 from commpress.errors import InvalidArgument
 
@@ -64,19 +64,10 @@ class ExpertRows:
         counts = np.bincount(expert, minlength=len(placement.on(rank)))
         flat = torch.from_numpy(local)
         if layout == "flat":
-            starts = np.concatenate([[0], counts.cumsum()])
-            inverse = None if routes.order is None else torch.argsort(routes.order)
-            return cls(
-                "flat",
-                counts,
-                starts,
-                routes.order,
-                inverse,
-                None,
-                torch.from_numpy(mine),
-                flat,
-                None,
-            )
+            starts, come = np.concatenate([[0], counts.cumsum()]), routes.order
+            inverse = None if come is None else torch.argsort(come)
+            choices = torch.from_numpy(mine)
+            return cls("flat", counts, starts, come, inverse, None, choices, flat, None)
         starts = np.concatenate([[0], (-(-counts // pad) * pad).cumsum()])
         order = np.argsort(expert, kind="stable")
         sorted_ = expert[order]
@@ -111,15 +102,7 @@ class ExpertRows:
     def to(self, device: torch.device) -> "ExpertRows":
         if self.local.device == device:
             return self
-        return replace(
-            self,
-            index=None if self.index is None else self.index.to(device),
-            place=None if self.place is None else self.place.to(device),
-            filled=None if self.filled is None else self.filled.to(device),
-            slots=self.slots.to(device),
-            local=self.local.to(device),
-            sums=None if self.sums is None else self.sums.to(device),
-        )
+        return moved(self, device, "index", "place", "filled", "slots", "local", "sums")
 
     def rows(self, tokens: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return [count, width] for the experts from received tokens; zeros in padding and at the

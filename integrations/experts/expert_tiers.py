@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.func import functional_call
 
 from commpress.collectives.buckets import FLOATS
 from commpress.collectives.channel import Channel
-from commpress.errors import InvalidArgument, StateMismatch
+from commpress.errors import InvalidArgument, StateMismatch, check_counts
 from commpress.integrations.experts.tier_plan import Block, Kind, Moves, TierPlan
 from commpress.integrations.zero.streamed_group import (
     StreamedGroup,
@@ -65,11 +66,7 @@ class ExpertTiers(NotCopied):
         *,
         prefix: str = "experts",
     ) -> None:
-        if resident is not None and resident < 1:
-            raise InvalidArgument(
-                f"resident is {resident}, expected at least 1 expert, or None for all of host "
-                "memory"
-            )
+        check_counts(1, resident=1 if resident is None else resident)
         others = [other for other in streamers() if isinstance(other, ExpertTiers)]
         if any(other.store is store and other.prefix == prefix for other in others):
             raise InvalidArgument(
@@ -154,10 +151,8 @@ class ExpertTiers(NotCopied):
             )
         first = members[0][0]
         for parameter, called, _ in members:
-            if (parameter.dtype, parameter.device) != (
-                first.dtype,
-                first.device,
-            ) or parameter.dtype not in FLOATS:
+            alike = (parameter.dtype, parameter.device) == (first.dtype, first.device)
+            if not alike or parameter.dtype not in FLOATS:
                 raise InvalidArgument(
                     f"parameter {called} is {parameter.dtype} on {parameter.device}, expected "
                     "float32, bfloat16 or float16, the same for all parameters of an expert, on "
@@ -187,12 +182,8 @@ class ExpertTiers(NotCopied):
                 "the experts have an optimizer already: pass all parameters to one ExpertOptimizer"
             )
         self.kept, self._state, self.squares = kept, tuple(state), {} if clips else None
-        weights = [
-            (group.nbytes, member.parameter.nbytes)
-            for group in self.groups
-            for member in group.members
-        ]
-        whole, part = map(max, zip(*weights, strict=True))
+        whole = max(group.nbytes for group in self.groups)
+        part = max(m.parameter.nbytes for group in self.groups for m in group.members)
         # new gradients reuse the memory of earlier ones
         return_large_blocks(max(part + PAGE, LARGE), spare=2 * whole)
         self.plan.stored |= {
@@ -202,8 +193,8 @@ class ExpertTiers(NotCopied):
             if name in self.store
         }
         for group in self.groups:  # left by an unfinished step
-            if self.name((group.number, GRADIENT)) in self.store:
-                self.store.delete(self.name((group.number, GRADIENT)))
+            if (name := self.name((group.number, GRADIENT))) in self.store:
+                self.store.delete(name)
         self._resize()
 
     def _resize(self) -> None:
@@ -223,10 +214,7 @@ class ExpertTiers(NotCopied):
 
     def nbytes(self, expert: int) -> int:
         """Return the bytes of an expert with its gradient and moments."""
-        trained = any(m.parameter.requires_grad for m in self.groups[expert].members)
-        return sum(
-            self._size((expert, key)) for key in (VALUES, *(GRADIENT, *self._state) * trained)
-        )
+        return sum(map(self._size, self._needs("update", expert)))
 
     # ------------------------------------------------------------ questions of the plan
 
@@ -250,13 +238,8 @@ class ExpertTiers(NotCopied):
         """Return a block's name in the store."""
         expert, key = block
         values = self.groups[expert].stored[0].name
-        return (
-            values
-            if key == VALUES
-            else f"{values}/{key}"
-            if key == GRADIENT
-            else self.kept[expert][key]
-        )
+        known = {VALUES: values, GRADIENT: f"{values}/{GRADIENT}"}
+        return known[key] if key in known else self.kept[expert][key]
 
     # ------------------------------------------------------------ turns
 
@@ -486,23 +469,22 @@ class TieredLayer:
         return [made[expert] for expert in sorted(made)]
 
 
+@dataclass(eq=False)
 class ExpertCall:
     """One forward of a layer, with its experts in order."""
 
-    def __init__(self, tiers: ExpertTiers, layer: TieredLayer, order: list[int]) -> None:
-        self.tiers, self.layer, self.order = tiers, layer, order
+    tiers: ExpertTiers
+    layer: TieredLayer
+    order: list[int]
 
     def forward(self, expert: int, rows: torch.Tensor, more: tuple[Any, ...]) -> torch.Tensor:
-        tiers, group, module = (
-            self.tiers,
-            self.tiers.groups[expert],
-            self.layer.modules[expert - self.layer.first],
-        )
+        tiers, group = self.tiers, self.tiers.groups[expert]
+        module = self.layer.modules[expert - self.layer.first]
         group.check()
         with tiers.store.borrow(tiers.name((expert, VALUES)), write=False) as held:
             flat = tiers._to_model(expert, held)
             weights = [member.view(flat) for member in group.members]
-            trained = any(member.parameter.requires_grad for member in group.members)
+            trained = tiers._trained(expert)
             if torch.is_grad_enabled() and (trained or rows.requires_grad):
                 given = rows if rows.requires_grad else None
                 found = _Turn.apply(

@@ -26,7 +26,12 @@ from commpress.collectives.change import Change
 from commpress.collectives.transports.factory import on_reform, ranks_of
 from commpress.errors import InvalidArgument, check_counts, refuse_unknown
 from commpress.integrations.ddp.names import averaged_parameters
-from commpress.integrations.experts.expert_copies import CopiedExperts, FetchedWeights, hottest
+from commpress.integrations.experts.expert_copies import (
+    CopiedExperts,
+    FetchedWeights,
+    choices_of,
+    hottest,
+)
 from commpress.integrations.experts.expert_exchange import ExpertExchange
 from commpress.integrations.experts.expert_optimizer import ExpertOptimizer
 from commpress.integrations.experts.expert_tiers import ExpertTiers, TieredLayer
@@ -94,9 +99,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         refuse_unknown("Experts", options, Experts, ExpertExchange)
-        check_counts(chunks=chunks)
-        if chunks < 1:
-            raise InvalidArgument(f"chunks is {chunks}, expected at least 1")
+        check_counts(1, chunks=chunks)
         tiers, number = _tiers(store, resident), 0
         listed = list(experts) if isinstance(experts, Sequence | nn.ModuleList) else None
         if listed is not None:
@@ -288,10 +291,7 @@ class Experts(nn.Module):
             nothing = [p.reshape(-1)[:0].sum() for p in self.experts.parameters()]
             return rows + torch.stack(nothing).sum().to(rows.dtype)
         if self.batched:
-            number = torch.repeat_interleave(torch.arange(len(counts)), counts).to(rows.device)[
-                :, None
-            ]
-            return self.experts(rows, number, rows.new_ones(len(rows), 1))
+            return self.experts(rows, *choices_of(rows, counts))
         parts = rows.split(counts.tolist())
         if self.tier is not None:
             return torch.cat(self.tier.apply(parts, self._arguments))
@@ -303,11 +303,7 @@ class Experts(nn.Module):
 
     def _arguments(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return an expert's further arguments: all choices are its only expert."""
-        if not self.alone:
-            return ()
-        return torch.zeros(len(rows), 1, dtype=torch.int64, device=rows.device), rows.new_ones(
-            len(rows), 1
-        )
+        return choices_of(rows, torch.tensor([len(rows)])) if self.alone else ()
 
     def extra_repr(self) -> str:
         return f"experts {self.own} of {self.exchange.num_experts}"

@@ -6,6 +6,7 @@ experts' computation, backward does, too.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+@dataclass(eq=False, kw_only=True)
 class Trip:
     """One trip ``out`` to experts, or back; ``steps`` makes the steps of forward or backward.
 
@@ -28,18 +30,12 @@ class Trip:
     each rank.
     """
 
-    def __init__(
-        self,
-        exchange: "ExpertExchange",
-        plan: "ExpertPlan | None",
-        sequence: int,
-        *,
-        out: bool,
-        count: int | None = None,
-    ) -> None:
-        self.exchange, self.plan, self.sequence, self.out = exchange, plan, sequence, out
-        self.count = count  # rows at the experts; None: all received ones
-        self._under_way: Callable[[], Any] = tuple
+    exchange: "ExpertExchange"
+    plan: "ExpertPlan | None" = None
+    sequence: int
+    out: bool
+    count: int | None = None  # rows at the experts; None: all received ones
+    _under_way: Callable[[], Any] = tuple
 
     def steps(self, rows: torch.Tensor, gates: torch.Tensor | None, *, forward: bool) -> Steps[Any]:
         """Make the steps that send rows, with gates or their gradients."""
@@ -67,14 +63,11 @@ class Trip:
         return _End.apply(_Start.apply(rows, gates, self), self)
 
 
+@dataclass(eq=False, kw_only=True)
 class ChunkTrip(Trip):
     """A trip in the background. The trip out first computes the plan of its chunk."""
 
-    def __init__(
-        self, exchange: "ExpertExchange", sequence: int, *, out: bool, routing: Any = None
-    ) -> None:
-        super().__init__(exchange, None, sequence, out=out)
-        self.routing = routing  # steps
+    routing: Any = None  # steps
 
     def steps(self, rows: torch.Tensor, gates: torch.Tensor | None, *, forward: bool) -> Steps[Any]:
         if self.plan is None:
@@ -107,8 +100,9 @@ def in_chunks(
             note=f" {i} of {count}",
             sequence=first,
         )
-        out = ChunkTrip(exchange, first + NUMBERS, out=True, routing=routing)
-        trips.append((out, ChunkTrip(exchange, first + NUMBERS + 2, out=False)))
+        first += NUMBERS
+        out = ChunkTrip(exchange=exchange, sequence=first, out=True, routing=routing)
+        trips.append((out, ChunkTrip(exchange=exchange, sequence=first + 2, out=False)))
         tickets.append(_Start.apply(tokens[part], gates[part], out))
     for i, (out, back) in enumerate(trips):
         rows, weights = _End.apply(tickets[i], out)

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 import commpress
 from commpress.collectives.frame import HEADER
 from commpress.collectives.topology import Topology
-from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.integrations.experts.codec_measurement import fastest
 from commpress.kernels import reference
 from expert_batch import Batch, applied, through
 from ranks import caught
+from recorded import Recorded
 from ways import WAYS, transport_by
 
 PATIENT = timedelta(seconds=60)
@@ -681,7 +682,7 @@ def test_ranks_raise_together_where_one_has_too_little_room(pool):
         ({"num_experts": 0}, "num_experts is 0"),
         ({"capacity": 0}, "capacity is 0"),
         ({"codec": "sign"}, "codec is 'sign"),
-        ({"pad": 0}, "pad 0"),
+        ({"pad": 0}, "pad is 0"),
         ({"codec": ("int8",) * 3}, "codec is .*, expected one codec or a pair"),
         ({"gradient_codec": ("int8", "topk-64")}, "gradient_codec is 'topk"),
         ({"placement": [0, 1]}, "placement has 2 ranks"),
