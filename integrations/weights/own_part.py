@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -46,32 +47,30 @@ class Compared(NamedTuple):
     changed: int
 
 
+@dataclass(eq=False)
 class OwnPart:
-    """The pieces of one rank in a layout. ``tensors`` gives what the rank holds, when asked.
+    """The pieces of one rank in a layout. ``_tensors`` gives what the rank holds, when asked.
 
-    Copies are in ``store``, under names that begin with ``prefix``, or else in memory; then weights
-    of a device have another beside them and are compared there.
+    Copies are in ``_store``, under names that begin with ``_prefix``, or else in memory; then
+    weights of a device have another beside them and are compared there.
     """
 
-    def __init__(
-        self,
-        layout: WeightLayout,
-        rank: int,
-        tensors: Callable[[], Tensors],
-        dtype: torch.dtype | None = None,
-        store: TieredStore | None = None,
-        prefix: str = "",
-    ) -> None:
-        self._layout, self._rank, self._tensors, self._dtype = layout, rank, tensors, dtype
-        self._store, self._prefix = store, prefix
+    _layout: WeightLayout
+    _rank: int
+    _tensors: Callable[[], Tensors]
+    _dtype: torch.dtype | None
+    _store: TieredStore | None
+    _prefix: str
+
+    def __post_init__(self) -> None:
         self._blocks, current = list[_Block](), self._current()
-        for number, pieces in enumerate(layout.blocks(rank)):
-            numbers, device = layout.numbers(pieces[0]), current[pieces[0].tensor].device
+        for number, pieces in enumerate(self._layout.blocks(self._rank)):
+            numbers, device = self._layout.numbers(pieces[0]), current[pieces[0].tensor].device
             copy = host_zeros([sum(piece.numel for piece in pieces)], numbers.dtype)
-            apart = store is None and is_device(device)
+            apart = self._store is None and is_device(device)
             beside = torch.zeros_like(copy, device=device) if apart else None
-            if store is not None:
-                store.put(f"{prefix}{number}", copy.view(torch.uint8))
+            if self._store is not None:
+                self._store.put(f"{self._prefix}{number}", copy.view(torch.uint8))
                 copy = copy[:0].clone()
             self._blocks.append(_Block(number, pieces, numbers, copy, beside))
         self._pool = ThreadPoolExecutor(torch.get_num_threads(), "commpress-scan")

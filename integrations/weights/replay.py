@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,12 +17,16 @@ from commpress.kernels.cpu.exact import decode
 CHUNK = 1 << 20  # bytes of a file that are asked for at once
 
 
+@dataclass(eq=False)
 class ReadAhead:
     """A file, read more or less in order: the chunks after one that was asked for are under way."""
 
-    def __init__(self, place: ReadablePlace, file: PayloadFile, ahead: int = AT_ONCE) -> None:
-        self._place, self._file, self._ahead = place, file, ahead
-        self._ends = np.cumsum(file.sizes).tolist()
+    _place: ReadablePlace
+    _file: PayloadFile
+    _ahead: int = AT_ONCE
+
+    def __post_init__(self) -> None:
+        self._ends = np.cumsum(self._file.sizes).tolist()
         self._coming = dict[int, Future[bytes]]()
         self._ask(0)
 
