@@ -251,7 +251,7 @@ def test_an_interrupt_that_another_thread_takes_waits_until_a_rank_is_started():
     other.start()
     awake.wait()
     whole = []
-    handler = signal.getsignal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def start():
         with _undisturbed():
@@ -263,11 +263,12 @@ def test_an_interrupt_that_another_thread_takes_waits_until_a_rank_is_started():
     try:
         with pytest.raises(KeyboardInterrupt):
             start()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
+        signal.signal(signal.SIGINT, before)
         done.set()
         other.join()
     assert whole, "interrupted in the middle"
-    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def descendants(of):

@@ -277,7 +277,7 @@ def test_values_kept_in_memory_for_the_forward_are_not_read_again(tmp_path):
 
 
 def test_nothing_waits_where_no_state_is_on_disk(tmp_path):
-    """Then an update is as fast as memory and would only compete with the forward."""
+    """An update is as fast as memory there and would only compete with the forward."""
     with open_store(tmp_path / "store", host="64MiB") as store:
         net = made()
         commpress.stream(net, store=store, chunk_mb=0.04)
@@ -315,7 +315,7 @@ def in_backward(store, make=made, **more):
 
 
 def test_updates_in_backward_equal_those_of_step(store):
-    """With a schedule, tied, frozen and unused parameters."""
+    """A schedule, tied, frozen and unused parameters among them."""
     net, other, streamed, optimizer, twin = in_backward(store)
     early = []
     optimizer._early._update = lambda chunk, later, run=optimizer._early._update: (
@@ -348,7 +348,7 @@ def test_updates_in_backward_equal_those_of_step(store):
 
 
 def test_updates_in_backward_begin_after_the_last_step(store):
-    """What no forward waits for is updated by the options of its own step."""
+    """A module that no forward waits for is updated by the options of its own step."""
     net, other, streamed, optimizer, twin = in_backward(store)
     gate = Gate(streamed, net.unused, optimizer)
     for step in range(2):
