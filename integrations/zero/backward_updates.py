@@ -37,7 +37,7 @@ class BackwardUpdates:
 
     @property
     def begun(self) -> bool:
-        """Whether a chunk was updated in this step."""
+        """True if a chunk was updated in this step."""
         return bool(self._chunks)
 
     def check(self) -> None:
