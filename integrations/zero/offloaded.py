@@ -206,7 +206,7 @@ class Offloaded(StoredOptimizer):
             self._next = {
                 index: torch.empty_like(parameter) for parameter, index in self._index.items()
             }
-        store.settle_with(self._wait)
+        store.settle_with(self._before_commit)
         self._built = True
 
     def _choose_tiers(self, budgets: Mapping[str, int]) -> None:
@@ -418,6 +418,14 @@ class Offloaded(StoredOptimizer):
         running.finish()
         if self._running is running:
             self._running = None
+
+    def _before_commit(self) -> None:
+        self._wait()
+        if self._early is not None and self._early.begun:
+            raise InvalidArgument(
+                "the store is committed between backward and step, but gradients='backward' has "
+                "updated a part of the parameters: commit after step"
+            )
 
     def _handed(self) -> list[Handed[None]]:
         """Record the progress of this thread's streams, for another thread's streams to wait

@@ -409,6 +409,16 @@ def test_a_second_backward_before_step_is_refused(store):
         streamed.accumulate(lambda part: loss_of(net, 0, part), range(2))
 
 
+def test_a_commit_between_a_backward_that_updates_and_step_is_refused(store):
+    net, _, _, optimizer, _ = in_backward(store)
+    loss_of(net, 0, 0).backward()
+    for commit in (store.commit, lambda: store.snapshot("now"), optimizer.commit):
+        with pytest.raises(InvalidArgument, match=r"between backward and step.*commit after step"):
+            commit()
+    optimizer.step()
+    assert store.commit() == 1
+
+
 def test_an_error_of_an_update_in_backward_is_raised(store):
     net, _, _, optimizer, _ = in_backward(store)
 
