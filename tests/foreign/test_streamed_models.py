@@ -42,11 +42,15 @@ def same(one, other):
     return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in other)
 
 
+@pytest.mark.parametrize("gradients", ["parameters", "backward"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_transformers_saves_of_a_streamed_model(store, tmp_path, kind):
+def test_what_transformers_saves_of_a_streamed_model(store, tmp_path, kind, gradients):
     net, other = made(kind), made(kind)
-    commpress.stream(net, store=store)
-    optimizer = commpress.Offloaded(net.parameters(), torch.optim.AdamW, store=store, lr=1e-2)
+    commpress.stream(net, store=store, chunk_mb=0.01)
+    on_disk = {"store": store, "chunk_mb": 0.01, "resident": {"host": 0}}
+    optimizer = commpress.Offloaded(
+        net.parameters(), torch.optim.AdamW, lr=1e-2, gradients=gradients, **on_disk
+    )
     twin = torch.optim.AdamW(other.parameters(), lr=1e-2)
     for _ in range(2):
         net(IDS, labels=IDS).loss.backward()
