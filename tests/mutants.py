@@ -1724,8 +1724,8 @@ MUTANTS = [
     Mutant(
         "a step that is half done is committed",
         "integrations/zero/offloaded.py",
-        "        if self._early is not None and self._early.begun:",
-        "        if False:",
+        "        if self._early is not None and self._early.begun:\n            raise",
+        "        if False:\n            raise",
         "tests/zero/test_sweep.py -k commit_between",
     ),
     Mutant(

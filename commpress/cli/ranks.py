@@ -166,8 +166,8 @@ def _undisturbed() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if here:
             signal.signal(signal.SIGINT, handler)
-        for number in came[:1]:
-            signal.raise_signal(number)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _serve(

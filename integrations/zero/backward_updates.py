@@ -10,9 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NoReturn
 
 from commpress.errors import InvalidArgument
-from commpress.integrations.zero.update_chunk import UpdateChunk
+from commpress.integrations.zero.update_chunk import AHEAD, UpdateChunk
 
-AHEAD = 2  # chunks to read during the update of one
 WAITING = 2  # chunks whose update has not ended; then backward waits
 
 
@@ -68,8 +67,6 @@ class BackwardUpdates:
     def wait(self) -> None:
         """Wait for all updates; raise the error of one, each time."""
         self._wait_for(0)
-        if self._error is not None:
-            raise self._error
 
     def _wait_for(self, left: int) -> None:
         while len(self._running) > left:

@@ -28,6 +28,7 @@ from commpress.integrations.zero.streamed import Streamed
 from commpress.integrations.zero.streamed_group import StreamedGroup, streamer_of
 from commpress.integrations.zero.sweep import Sweep
 from commpress.integrations.zero.update_chunk import (
+    AHEAD,
     GRADIENT,
     WEIGHT,
     ChunkRange,
@@ -50,7 +51,6 @@ from commpress.tiered_mem import Pending, TieredStore, parse_bytes, show_bytes
 from commpress.tiered_mem.arena import padded
 from commpress.work import Handed
 
-AHEAD = 2  # chunks that are read during the update of one
 # chunks in memory besides the resident ones: one is updated, others are read, two are written
 UNDER_WAY = AHEAD + 3
 TIERS = ("device", "host", "disk")
@@ -82,10 +82,9 @@ class Offloaded(StoredOptimizer):
       store, in float32, during backward, and leaves ``parameter.grad`` None. "backward", of
       streamed parameters: each chunk is updated in backward, as soon as its gradient is whole,
       which then never leaves memory; one backward, or ``streamed.accumulate``, a step, and no
-      clipping. "delayed": ``step``
-      takes them from ``parameter.grad``, and the update runs during the next forward and backward,
-      which use weights that are one step old; parameters get the new values in the next ``step``,
-      or by ``finish``.
+      clipping. "delayed": ``step`` takes them from ``parameter.grad``, and the update runs during
+      the next forward and backward, which use weights that are one step old; parameters get the
+      new values in the next ``step``, or by ``finish``.
     - ``chunk_mb``: megabytes of float32 weights in a chunk. About five chunks with their moments
       are in memory at a time.
     - ``resident``: bytes of the store's tiers in which the first chunks stay, as in ``{"device":
@@ -161,7 +160,7 @@ class Offloaded(StoredOptimizer):
         self._group_of = {stored.name: g for g in elsewhere.values() for stored in g.stored}
         self._coded = Moments(store, quantised=moments is not None)
         self.state = StoredState(  # type: ignore[assignment]
-            store, self.chunks, self._moments, self._scalars, self._coded, self.finish
+            store, self.chunks, self._moments, self._scalars, self._coded, self._wait
         )
         self._index = {own.parameter: own.index for chunk in self.chunks for own in chunk.ranges}
         self.delayed = gradients == "delayed"
@@ -316,8 +315,9 @@ class Offloaded(StoredOptimizer):
 
     def _step(self) -> None:
         self._gradients.settle()
-        self.finish()
-        if self._early is None or not self._early.begun:
+        if self._early is not None and self._early.begun:
+            self.finish()
+        else:
             self._start()
         if self.delayed:
             self._gradients.take()
@@ -405,6 +405,8 @@ class Offloaded(StoredOptimizer):
     def _wait(self) -> None:
         """Wait for updates in other threads. The error of one is raised here each time, since half
         of the parameters are updated."""
+        if self._pending is not None:
+            self._pending.result()
         if self._early is not None:
             self._early.wait()
         running = self._running

@@ -161,8 +161,7 @@ class StreamedGroup(FlatGroup):
             store.crossing.down += stored.numel * self.dtype.itemsize
 
     def load(self, store: TieredStore, row: torch.Tensor) -> None:
-        """Read this rank's row from the store."""
-        self.settle()
+        """Read this rank's row, which is up to date, from the store."""
         for stored in self.stored:
             with store.borrow(stored.name, write=False) as held:
                 stored.of(row).copy_(held)

@@ -22,6 +22,7 @@ from commpress.tiered_mem import Pending, TieredStore
 
 WEIGHT, GRADIENT = "weight", "gradient"
 LEAVING = 2  # gradients being written before a wait
+AHEAD = 2  # chunks that are read during the update of one
 
 
 @dataclass(frozen=True, eq=False)

@@ -63,6 +63,11 @@ def stepped(store, layers=LAYERS, error=None, **more):
     return net, other, streamed, optimizer, twin, gate
 
 
+def check(streamed, other):
+    for name, value in streamed.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
 def in_a_thread(call):
     found = []
     thread = threading.Thread(target=lambda: found.append(call()))
@@ -87,8 +92,7 @@ def test_a_forward_goes_as_far_as_values_are_up_to_date(store):
     clip(other.parameters(), 0.5)
     for one in (optimizer, twin):
         one.step()
-    for name, value in streamed.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
+    check(streamed, other)
 
 
 def states(net, streamed, optimizer, store):
@@ -172,7 +176,7 @@ def test_who_is_interrupted_while_waiting_waits_again(store, monkeypatch):
     assert thread.is_alive()
     gate.open.set()
     thread.join(60)
-    assert all(torch.equal(v, other.state_dict()[k]) for k, v in streamed.state_dict().items())
+    check(streamed, other)
 
 
 def interrupted(thread):
@@ -198,8 +202,7 @@ def test_two_optimizers_of_one_model(store):
         for one in (*ours, *twins):
             one.step()
             one.zero_grad()
-    for name, value in streamed.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
+    check(streamed, other)
 
 
 def test_a_rate_in_a_tensor_is_that_of_its_step(store):
@@ -217,8 +220,7 @@ def test_a_rate_in_a_tensor_is_that_of_its_step(store):
     for group in optimizer.param_groups:
         group["lr"].fill_(1.0)  # as a scheduler does
     gate.open.set()
-    for name, value in streamed.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
+    check(streamed, other)
 
 
 def test_who_has_borrowed_what_the_update_waits_for_is_told(store):
@@ -261,6 +263,7 @@ def test_a_commit_of_the_store_leaves_a_delayed_update_delayed(store):
     before = net.head.weight.detach().clone()
     optimizer.step()
     store.commit()
+    assert net.head.weight in optimizer.state
     assert torch.equal(net.head.weight, before)
     optimizer.finish()
     assert not torch.equal(net.head.weight, before)
@@ -331,8 +334,7 @@ def test_updates_in_backward_equal_those_of_step(store):
             clip(other.parameters(), NEVER)
             one.step()
             one.zero_grad()
-    for name, value in streamed.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
+    check(streamed, other)
     for number, state in twin.state_dict()["state"].items():
         found = optimizer.state_dict()["state"][number]
         assert torch.equal(found["exp_avg_sq"], state["exp_avg_sq"])
@@ -367,8 +369,7 @@ def test_updates_in_backward_begin_after_the_last_step(store):
         for one in (optimizer, twin):
             one.step()
             one.zero_grad()
-    for name, value in streamed.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
+    check(streamed, other)
 
 
 def test_gradients_of_updates_in_backward_never_leave_memory(tmp_path):
@@ -396,8 +397,7 @@ def test_several_micro_batches_are_updated_after_the_last(store):
         for one in (optimizer, twin):
             one.step()
             one.zero_grad()
-    for name, value in streamed.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
+    check(streamed, other)
 
 
 def test_a_second_backward_before_step_is_refused(store):
