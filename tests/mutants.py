@@ -1764,6 +1764,13 @@ MUTANTS = [
         "tests/store/test_store.py -k another_thread",
     ),
     Mutant(
+        "a read in advance that lags brings back what was used and evicted",
+        "tiered_mem/access.py",
+        "block.damage or self.background.closed\n",
+        "block.damage or self.background.closed\n                    borrows = block.borrows\n",
+        "tests/store/test_store_threads.py -k comes_after_the_use",
+    ),
+    Mutant(
         "an update that failed counts as done",
         "integrations/zero/sweep.py",
         "            if not self.has(names):",

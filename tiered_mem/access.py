@@ -121,6 +121,7 @@ class Access:
                 use.readers[who] += 1
             block.pinned = block.pinned or pin
             block.leaving = block.prefetched = False
+            block.borrows += 1
             self._residency.touch(block)
             self._residency.schedule.access(block.number, block.size)
             self.read_ahead()
@@ -209,9 +210,9 @@ class Access:
     def prefetch(self, names: str | Iterable[str]) -> Pending[int]:
         self.background.check()
         with self._catalog.changed:
-            blocks = self._catalog.blocks_of(names)
+            wanted = {block: block.borrows for block in self._catalog.blocks_of(names)}
         pending: Pending[int] = Pending()
-        self.background.in_order(lambda: self._fetch(blocks, pending, 0))
+        self.background.in_order(lambda: self._fetch(wanted, pending, 0))
         return pending
 
     def evict(self, names: str | Iterable[str]) -> Pending[None]:
@@ -243,10 +244,12 @@ class Access:
         for number, accesses in self._residency.schedule.ahead():
             block = self._catalog.blocks.get(number)
             if block and not block.slot and not block.moving:
-                self.background.in_order(partial(self._fetch, [block], Pending[int](), accesses))
+                wanted = {block: block.borrows}
+                self.background.in_order(partial(self._fetch, wanted, Pending[int](), accesses))
 
-    def _fetch(self, blocks: list[Block], pending: Pending[int], before: int) -> None:
-        """Begin all reads without waiting; the last one finishes ``pending``."""
+    def _fetch(self, wanted: dict[Block, int], pending: Pending[int], before: int) -> None:
+        """Begin all reads without waiting; the last one finishes ``pending``. ``wanted``: blocks
+        with their borrows when they were asked for; those used since need no read in advance."""
         r, begun, left = self._residency, list[Pending[None]](), 0
 
         def over(future: Future[None]) -> None:  # with the store's lock held
@@ -259,9 +262,9 @@ class Access:
 
         with self._catalog.changed:
             try:
-                for block in blocks:
+                for block, borrows in wanted.items():
                     stays = block.slot or block.moving or block.damage or self.background.closed
-                    if stays or not block.entries:
+                    if stays or not block.entries or block.borrows != borrows:
                         continue
                     if not r.bring(block, r.host, caller(), before=before):
                         break

@@ -97,6 +97,7 @@ class Block:
     arena: Arena | None = None
     slot: Slot | None = None
     uses: dict[str, Use] = field(default_factory=dict)
+    borrows: int = 0  # so far: a read in advance that comes after the use is dropped
     moving: Pending[None] | None = None  # being read, written or copied
     flushing: bool = False  # being written, and may be read
     leaving: bool = False  # free the memory as soon as it is clean and unused

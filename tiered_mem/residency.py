@@ -167,10 +167,12 @@ class Residency:
         if block.slot is not None:
             self._move(block, arena, who)
             return True
+        borrows = block.borrows
         slot = self.room(self.host, block.size, who, before=before)
         if slot is None:
             return False
-        if block.slot is not None or block.moving or not block.entries:  # another thread was faster
+        late = block.slot is not None or block.moving or not block.entries
+        if late or block.borrows != borrows:  # another thread was faster
             self.host.give(slot)
             self.changed.notify_all()
             return True

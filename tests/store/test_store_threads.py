@@ -153,3 +153,32 @@ def test_an_error_of_background_work_reaches_who_waits(store):
         store.evict("x")
     with pytest.raises(InvalidArgument, match="no tensor 'y'"):
         store.prefetch("y")
+
+
+@pytest.mark.parametrize("asked", ["here", "by the plan of a step"])
+def test_a_read_in_advance_that_comes_after_the_use_is_dropped(store, asked):
+    """A thread that reads in advance and lags brings nothing back that was used and evicted."""
+    lags, done, ahead = threading.Event(), threading.Event(), store._access.background.in_order
+    for name in "xy":
+        store.put(name, torch.ones(50_000))
+    store.evict(["x", "y"]).wait()
+
+    def use(name):
+        with store.borrow(name, write=False) as tensor:
+            assert tensor.sum() == 50_000
+        store.evict(name).wait()
+
+    for _ in range(3 if asked != "here" else 0):
+        with store.step():
+            use("x"), use("y")
+    ahead(lambda: lags.wait(60))
+    with store.step():
+        if asked == "here":
+            pending = store.prefetch(["x", "y"])
+        use("x"), use("y")
+        ahead(done.set)
+        lags.set()
+        assert done.wait(60)
+        if asked == "here":
+            assert pending.wait(60) == 0
+    assert [store.info(name).tier for name in "xy"] == ["disk", "disk"]
