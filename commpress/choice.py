@@ -70,13 +70,21 @@ class Now(NamedTuple):
 
 class Seen(NamedTuple):
     """A bucket of this rank: its gradient, the encoder's input, the outcomes with new residuals,
-    and the plans of what travels as matrices."""
+    and the plans of what travels as matrices. A tensor may have several spans."""
 
     spans: Sequence[Span]
     gradient: torch.Tensor
     compensated: torch.Tensor | None
     outcomes: Sequence[Outcome]
     plans: Sequence[MatrixPlan] = ()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's gradient of each tensor, its spans one after the other."""
+        parts: dict[str, list[torch.Tensor]] = {}
+        for span in self.spans:
+            part = self.gradient[span.source : span.source + span.numel]
+            parts.setdefault(span.name, []).append(part)
+        return {name: torch.cat(own) if own[1:] else own[0] for name, own in parts.items()}
 
 
 class Choice:
@@ -243,9 +251,8 @@ class Auto(Choice):
         return self._judges() if not self.method else bool(self.instead) and self._due(step)
 
     def observe(self, step: int, seen: Seen) -> None:
-        for span in seen.spans:
-            part = seen.gradient[span.source : span.source + span.numel]
-            self._samples[span.name] = part[:: self._stride].clone(), span.numel
+        for name, own in seen.tensors().items():
+            self._samples[name] = own[:: self._stride].clone(), own.numel()
 
     def _late(self, peers: Peers) -> float:
         """Return the lateness in the observed step, equal on all ranks."""
@@ -366,11 +373,10 @@ class Layered(Choice):
         return step >= self.start and (step - self.start) % self.wanted.every == 0
 
     def observe(self, step: int, seen: Seen) -> None:
-        for span in seen.spans:
-            if not self.base.choose(span.name, span.numel).lossless:
-                part = seen.gradient[span.source : span.source + span.numel]
-                self._errors[span.name] = errors_of(part, self.options)
-                self._shapes[span.name] = 1, span.numel
+        for name, own in seen.tensors().items():
+            if not self.base.choose(name, own.numel()).lossless:
+                self._errors[name] = errors_of(own, self.options)
+                self._shapes[name] = 1, own.numel()
 
     def at(self, step: int, peers: Peers, *, aborted: bool = False) -> Now:
         if self._errors:
@@ -403,11 +409,16 @@ class Layered(Choice):
     def state(self) -> dict[str, Any]:
         return {"rules": dict(self.rules)}
 
+    def saved(self) -> dict[str, Any]:
+        errors = {name: (self._shapes[name], every) for name, every in self._errors.items()}
+        return self.state() | ({"errors": errors} if errors else {})
+
     def load(self, state: Mapping[str, Any]) -> None:
-        rules = state.get("rules", {})
+        rules, errors = state.get("rules", {}), state.get("errors", {})
         for codec in rules.values():
             codec_named(codec)
-        self._errors.clear()
+        self._errors = {name: list(every) for name, (_, every) in errors.items()}
+        self._shapes |= {name: tuple(shape) for name, (shape, _) in errors.items()}
         self._use(rules)
 
 
@@ -476,6 +487,9 @@ class Alarmed(Choice):
 
     def state(self) -> dict[str, Any]:
         return self.inner.state() | {"alarm": self.alarm.state_dict()}
+
+    def saved(self) -> dict[str, Any]:
+        return self.inner.saved() | {"alarm": self.alarm.state_dict()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         self.inner.load(state)

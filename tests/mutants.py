@@ -1199,8 +1199,8 @@ MUTANTS = [
     Mutant(
         "codecs of layers are not loaded",
         "commpress/choice.py",
-        '        rules = state.get("rules", {})',
-        "        rules = {}",
+        '        rules, errors = state.get("rules", {}), state.get("errors", {})',
+        '        rules, errors = {}, state.get("errors", {})',
         "tests/ddp/test_codec_choice.py -k resumed",
     ),
     Mutant(
@@ -1762,6 +1762,34 @@ MUTANTS = [
         "            blocks = [block for block in blocks if not block.used]",
         "            assert not any(block.used for block in blocks)",
         "tests/store/test_store.py -k another_thread",
+    ),
+    Mutant(
+        "a tensor in several rows is judged by its last row alone",
+        "commpress/choice.py",
+        "torch.cat(own) if own[1:] else own[0]",
+        "own[-1]",
+        "tests/fsdp/test_fsdp_layers.py -k as_one_process",
+    ),
+    Mutant(
+        "what a choice has seen and not yet decided is not saved",
+        "commpress/choice.py",
+        '({"errors": errors} if errors else {})',
+        "{}",
+        "tests/fsdp/test_fsdp_layers.py -k every_bit",
+    ),
+    Mutant(
+        "matrices of a sharded model keep their first ranks",
+        "integrations/fsdp/shard_gradients.py",
+        "            self.whole.use(policy)",
+        "            pass",
+        "tests/fsdp/test_fsdp_layers.py -k as_one_process",
+    ),
+    Mutant(
+        "an elastic state forgets the choice for every layer",
+        "integrations/fsdp/shard_checkpoint.py",
+        'state.choice.load({"rules": saved.get("rules", {})})',
+        "state.choice.load({})",
+        "tests/fsdp/test_fsdp_layers.py -k another_world_size",
     ),
     Mutant(
         "a read in advance that lags brings back what was used and evicted",

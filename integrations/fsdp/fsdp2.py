@@ -13,11 +13,11 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
 from commpress.alarm import NONE, WARN, Alarm, Peers, alarm_of
-from commpress.choice import choice_of
+from commpress.choice import PerLayer, choice_of
 from commpress.codecs import Codec, Policy, codec_named, policy_of
 from commpress.codecs.exponents import ExponentCodec
 from commpress.codecs.family import EXACT
-from commpress.codecs.whole_tensors import WholeTensorCodec, travels_whole
+from commpress.codecs.whole_tensors import LowRankCodec, WholeTensorCodec, travels_whole
 from commpress.collectives.buckets import MESSAGE, PIECE
 from commpress.collectives.channel import Channel, Counters, any_rank
 from commpress.collectives.exchange import Round
@@ -48,6 +48,7 @@ from commpress.integrations.fsdp.shard_weights import (
 )
 from commpress.logs import tell_on_first, warn_on_first
 from commpress.optim.layout import local
+from commpress.plan.assignment import rank_options
 from commpress.torch_private import LossScale, fsdp_groups
 from commpress.work import run
 
@@ -63,7 +64,8 @@ class ShardedState(Divided):
     parameters, which the optimizer sees, do not change: only gathered copies are quantized.
 
     - ``codec``, ``weights``: codecs of gradients and of weights: a codec or its name, a policy by
-      parameter name, or None to leave that side to torch. A codec is used by role: tensors of fewer
+      parameter name, or None to leave that side to torch. ``PerLayer`` chooses those of gradients
+      again and again, for every layer. A codec is used by role: tensors of fewer
       than ``min_numel`` elements, norms and biases are sent exactly, embeddings and the last Linear
       with at least 8 bits. ``weights=Difference("int4")`` sends changes of weights;
       ``weights="exact"`` codes their exponents without loss: 1.35 to 1.43 times fewer bytes of
@@ -99,7 +101,7 @@ class ShardedState(Divided):
     def __init__(
         self,
         model: nn.Module,
-        codec: str | Codec | Policy | None = "fp8",
+        codec: str | Codec | Policy | PerLayer | None = "fp8",
         weights: str | Codec | Policy | Difference | None = "int8",
         *,
         topology: Topology | tuple[Topology, str | Codec | Policy] | None = None,
@@ -161,7 +163,12 @@ class ShardedState(Divided):
         named = partial(policy_for, model, min_numel=min_numel)
         difference = isinstance(weights, Difference)
         weight_codec = weights.codec if isinstance(weights, Difference) else weights
-        gradient_policy = None if codec is None else named(codec)
+        layers = codec if isinstance(codec, PerLayer) else None
+        gradient_codec = codec.uniform if isinstance(codec, PerLayer) else codec
+        gradient_policy = None if gradient_codec is None else named(gradient_codec)
+        uniform = None if layers is None else codec_named(layers.uniform)
+        # highest rank that a matrix may get from ``PerLayer``; 0: ranks do not change
+        self.most = rank_options(uniform)[-1] if isinstance(uniform, LowRankCodec) else 0
         lossless = not difference and (
             isinstance(weight_codec, ExponentCodec) or weight_codec == ExponentCodec.spec
         )
@@ -170,12 +177,14 @@ class ShardedState(Divided):
             weight_policy = policy_of(ExponentCodec()) if lossless else named(weight_codec)
         inside_policy = None if topology is None else policy_for(model, inside, min_numel=0)
         self._check_codecs(gradient_policy, inside_policy, None if lossless else weight_policy)
-        given = {"gradients": codec, "weights": weight_codec}
+        given = {"gradients": gradient_codec, "weights": weight_codec}
         self._wanted = {side for side, each in given.items() if each not in (None, NONE, EXACT)}
         if agree_over is None:  # shard peers of tensor parallelism decide together
             agree_over = column_mesh(self.param_groups)
         self.consensus = consensus_over(agree_over, self.param_groups[0].group)
         self.alarm = alarm_of(alarm)
+        if layers is not None:
+            self._check_layers(layers)
         if self.alarm is not None:
             self._check_alarm(self.alarm, gradient_policy, two_hops=topology is not None)
         self.choice = choice_of(codec, named, alarm=self.alarm)
@@ -279,10 +288,27 @@ class ShardedState(Divided):
                     "codec"
                 )
 
+    @property
+    def _several_meshes(self) -> bool:
+        """True if groups of parameters are on other ranks than the first."""
+        return len({tuple(dist.get_process_group_ranks(g.group)) for g in self.param_groups}) > 1
+
+    def _check_layers(self, wanted: PerLayer) -> None:
+        """Check that the ranks that choose are those that reduce, for all groups of parameters."""
+        beside = ""
+        if self._several_meshes:
+            beside = "groups of parameters on other ranks than the first"
+        elif self.consensus is not None:
+            beside = "ranks beyond the shards' that must agree"
+        if beside:
+            raise InvalidArgument(
+                f"codec is {wanted!r} with {beside}, but its errors add up over one set of ranks: "
+                f"name a codec, such as {wanted.uniform!r}"
+            )
+
     def _check_alarm(self, alarm: Alarm, gradients: Policy | None, *, two_hops: bool) -> None:
         """An alarm needs one exchange of rows, among ranks that are the same for all groups of
         parameters."""
-        ranks = {tuple(dist.get_process_group_ranks(each.group)) for each in self.param_groups}
         beside = ""
         if gradients is None:
             beside = "codec=None: there is nothing to look at"
@@ -290,7 +316,7 @@ class ShardedState(Divided):
             beside = "error_feedback=False: it looks at residuals"
         elif two_hops:
             beside = "a topology: it looks at one hop"
-        elif len(ranks) > 1:
+        elif self._several_meshes:
             beside = (
                 "groups of parameters on other ranks than the first: it adds up over one set of "
                 "ranks"
@@ -403,6 +429,7 @@ class ShardedState(Divided):
 
         group = self.param_groups[0].group
         now = self.choice.at(self.step, Peers(group.rank(), group.size(), total)).policy
+        self.gradients.choice = self.choice.why or self.gradients.choice
         if now is not None and now != self._now:
             self._now = now
             for reducer in self.reducers.values():

@@ -6,6 +6,7 @@ ranks' residuals, is saved, sharded like the parameters; every new rank gets R a
 that the mean does not change.
 """
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -120,7 +121,11 @@ def elastic_residuals(state: Any) -> dict[str, Any]:
         "kind": "elastic",
         "step": state.step,
         "residuals": result,
-        "bases": _choices(state)["bases"],
+        # torch's distributed checkpoints load into the keys and shapes that are there
+        "bases": {
+            name: _padded(basis, state.most) for name, basis in _choices(state)["bases"].items()
+        },
+        "rules": json.dumps(state.choice.saved().get("rules", {})),
     }
 
 
@@ -156,9 +161,10 @@ def load_elastic(state: Any, saved: dict[str, Any]) -> None:
             "out"
         )
     _check_whole(state, "load what state_dict() gave")
-    _load_whole(
-        state, saved, {name: _full(residual) for name, residual in saved["residuals"].items()}
-    )
+    whole = {name: _full(residual) for name, residual in saved["residuals"].items()}
+    rules = json.loads(saved.get("rules", "{}"))
+    bases = {name: basis[basis.any(1)] for name, basis in saved["bases"].items()}
+    _load_whole(state, saved | {"rules": rules, "bases": bases}, whole)
 
 
 def load_mean(state: Any, every: Sequence[dict[str, Any]]) -> None:
@@ -247,6 +253,7 @@ def _load_whole(state: Any, saved: dict[str, Any], every: dict[str, torch.Tensor
     state.residuals.load(residuals)
     state.step = saved["step"]
     state.resumed_at = state.step - state.counters.steps
+    state.choice.load({"rules": saved.get("rules", {})})
     state.forget_weights()
 
 
@@ -267,6 +274,11 @@ def _choices(state: Any) -> dict[str, dict[str, Any]]:
         for kind, found in whole.exchanges.choices().items():
             result[kind] |= found
     return result
+
+
+def _padded(basis: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a basis with zeros up to so many rows, at least its own."""
+    return torch.nn.functional.pad(basis, (0, 0, 0, max(rows - len(basis), 0)))
 
 
 def _load_choices(state: Any, saved: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from commpress.choice import Seen
 from commpress.codecs import Policy
 from commpress.codecs.whole_tensors import travels_whole
 from commpress.collectives.allreduce import Call, Outcome, settle
+from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel, any_rank
 from commpress.collectives.exchange import Round
 from commpress.collectives.powersgd import RowsOnly
@@ -83,6 +84,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
                 channel,
                 residuals=owner.residuals,
                 feedback=owner.error_feedback,
+                any_rank=owner.most > 0,
             )
         self._legs: dict[torch.dtype, list[_Leg]] = {}
 
@@ -207,7 +209,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         ]
         finite = all(outcome.finite for outcome in outcomes)
         if finite and self.owner.choice.looks(self.calls - 1):
-            self.owner.choice.observe(self.calls - 1, _seen(gradients, gain, outcomes))
+            self._observe(gradients, gain, outcomes)
         if finite and factor != gain:
             out.mul_(factor / gain)
         if finite and self.whole is not None and means is not None:
@@ -226,6 +228,27 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         if self._lends(gradients.numel(), device):
             workspace.give_back(gradients)
         return finite
+
+    def _observe(self, gradients: torch.Tensor, gain: float, outcomes: Sequence[Outcome]) -> None:
+        """Show the choice this rank's own gradients, before the outcomes are settled."""
+        choice, workspace = self.owner.choice, self.channel.workspace
+        spans = [
+            Span(part.name, row * self.stride + part.at, _in_row(part, row))
+            for part in self.in_rows
+            for row in range(self.param_group.ranks)
+        ]
+        own = gradients.float() * gain
+        compensated = own.clone() if self.owner.alarm is not None else None
+        if compensated is not None:
+            _compensate(compensated, outcomes)
+        choice.observe(self.calls - 1, Seen(spans, own, compensated, outcomes))
+        if self.whole is not None:
+            whole = workspace.borrow(self.whole.numel, torch.float32, gradients.device)
+            self.whole.collect(gradients, whole)
+            exchange = self.whole.exchange
+            seen = Seen(exchange.spans, whole.mul_(gain), None, outcomes, exchange.plans)
+            choice.observe(self.calls - 1, seen)
+            workspace.give_back(whole)
 
     def _rows(
         self,
@@ -309,6 +332,8 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         for leg in (leg for legs in self._legs.values() for leg in legs):
             for deal in leg.plan:
                 self.channel.workspace.forget(deal.every)
+        if self.whole is not None:
+            self.whole.use(policy)
         self.hops = [*self.hops[:-1], replace(self.hops[-1], policy=policy)]
         self._legs = {}
 
@@ -353,18 +378,14 @@ def _in_row(part: Part, row: int) -> int:
     return min(max(part.numel - row * part.width, 0), part.width)
 
 
-def _seen(gradients: torch.Tensor, gain: float, outcomes: Sequence[Outcome]) -> Seen:
-    """Return what a choice observes of a reduce-scatter, before its outcomes are settled;
-    ``gradients`` are unchanged."""
-    own = gradients.float() * gain
-    compensated = own.clone()
+def _compensate(gradients: torch.Tensor, outcomes: Sequence[Outcome]) -> None:
+    """Add the residuals of the last step to gradients in rows."""
     for outcome in outcomes:
         if outcome.feedback is not None:
             outcome.feedback.settle(outcome.message.pieces)
             owed = outcome.feedback.floats()
             for start, numel, kept in outcome.message.pieces.residual_runs:
-                compensated[start : start + numel] += owed[kept : kept + numel]
-    return Seen((), own, compensated, outcomes)
+                gradients[start : start + numel] += owed[kept : kept + numel]
 
 
 def _factor(op: Any, ranks: int) -> float:

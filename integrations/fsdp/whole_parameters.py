@@ -12,7 +12,7 @@ from commpress.codecs import Policy
 from commpress.collectives.allreduce import Call, Outcome
 from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
-from commpress.collectives.exchange import Exchanges, Tensors
+from commpress.collectives.exchange import Exchange, Exchanges, Tensors
 from commpress.collectives.reduce_scatter import Part
 from commpress.feedback import ResidualStore
 from commpress.integrations.fsdp.param_groups import ParamGroup
@@ -32,6 +32,7 @@ class WholeParameters:
         *,
         residuals: ResidualStore,
         feedback: bool,
+        any_rank: bool = False,
     ) -> None:
         self.param_group, self.parts, self.channel = param_group, parts, channel
         self.device = param_group.parameters[0].device
@@ -43,8 +44,19 @@ class WholeParameters:
             levels=channel.levels,
             residuals=residuals,
             feedback=feedback,
+            any_rank=any_rank,
         )
-        self.exchange = self.exchanges.of(self.names, self._tensors, self.device)
+        self.use(policy)
+
+    def use(self, policy: Policy) -> None:
+        """Cut by this policy from the next call on; residuals have their places at once."""
+        self.exchanges.use(policy)
+        self.exchanges.of(self.names, self._tensors, self.device)
+
+    @property
+    def exchange(self) -> Exchange:
+        """The exchange by the present policy."""
+        return self.exchanges.of(self.names, self._tensors, self.device)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -67,11 +79,15 @@ class WholeParameters:
     ) -> Steps[list[Outcome]]:
         """Write the means to ``whole``; ``gradients`` has a row for every rank. See
         ``Exchange.steps``."""
+        self.collect(gradients, whole)
+        return (yield from self.exchange.steps(self.channel, whole, call))
+
+    def collect(self, gradients: torch.Tensor, whole: torch.Tensor) -> None:
+        """Copy this rank's own gradients to ``whole``."""
         rows = gradients.view(self.channel.size, -1)
         for part, slices in zip(self.parts, self._slices(whole), strict=True):
             for row, values in zip(rows, slices, strict=True):
                 values.copy_(row[part.at : part.at + values.numel()].view(values.shape))
-        return (yield from self.exchange.steps(self.channel, whole, call))
 
     def deliver(self, whole: torch.Tensor, out: torch.Tensor, factor: float) -> None:
         """Write this rank's slices of ``whole`` times ``factor`` to ``out``, each at its

@@ -117,11 +117,6 @@ class Compression:
                 f"which also sends weights: pass {self.caller}(codec={self.codec!r}, "
                 "weights='int8'), or weights=None to send them exactly"
             )
-        if wrapper == SHARDED and isinstance(self.codec, PerLayer):
-            raise InvalidArgument(
-                f"{self.caller} got codec={self.codec!r}, which chooses for replicas "
-                "(DistributedDataParallel), but the model is sharded by FSDP2: name a codec"
-            )
         if wrapper == REPLICATED and self.for_shards:
             raise InvalidArgument(
                 f"{self.caller} got {self.for_shards}=, an option for shards of FSDP2, but the "

@@ -1,0 +1,182 @@
+"""FSDP2 with a codec, or a rank of PowerSGD, for every layer: all ranks choose as a single process
+with all gradients would, nothing is lost, and runs resume."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import commpress
+from commpress.choice import PerLayer
+from commpress.codecs import codec_named
+from commpress.codecs.whole_tensors import travels_whole
+from commpress.errors import InvalidArgument
+from commpress.integrations.fsdp.policies import policy_for
+from commpress.plan.assignment import (
+    OPTIONS,
+    assign_by,
+    assign_ranks,
+    errors_of,
+    errors_of_ranks,
+    rank_options,
+)
+from fsdp_twin import Net, Plan, Session, carried
+
+EVERY = 2
+CODECS = {"rows": "int4", "ranks": "powersgd-3+fp8"}
+PLAN = Plan(weights=None, steps=4, momentum=0.0)
+
+
+def planned(kind: str, **options: Any) -> Plan:
+    return replace(PLAN, codec=PerLayer(CODECS[kind], EVERY), **options)
+
+
+def own_gradients(session: Session, step: int) -> dict[str, torch.Tensor]:
+    """Return the gradients of this rank alone, from a model that is not sharded."""
+    alone = Net()
+    whole = {n: p.full_tensor().detach() for n, p in session.model.named_parameters()}
+    alone.load_state_dict(whole)
+    draws = torch.Generator().manual_seed(step * 100 + dist.get_rank())
+    x, y = torch.randint(13, (6,), generator=draws), torch.randint(7, (6,), generator=draws)
+    nn.functional.cross_entropy(alone(x), y).backward()
+    return {n: p.grad for n, p in alone.named_parameters()}
+
+
+def errors(kind: str, gradients: dict[str, torch.Tensor], step: int) -> dict[str, list[float]]:
+    """Return the errors of all options, summed over the ranks, by layer."""
+    uniform, own = CODECS[kind], {}
+    policy = policy_for(Net(), uniform, min_numel=0)
+    options = tuple(dict.fromkeys([*OPTIONS, uniform]))
+    for name, g in gradients.items():
+        codec = policy.choose(name, g.numel())
+        if kind == "rows" and not codec.lossless:
+            own[name] = errors_of(g.flatten(), options)
+        elif kind == "ranks" and travels_whole(codec, g.shape):
+            own[name] = errors_of_ranks(g, rank_options(codec_named(uniform)))
+    table = torch.tensor([own[n] for n in sorted(own)], dtype=torch.float64)
+    dist.all_reduce(table)
+    return dict(zip(sorted(own), table.tolist(), strict=True))
+
+
+def expected(kind: str, found: dict[str, list[float]]) -> dict[str, Any]:
+    uniform, shapes = CODECS[kind], {n: p.shape for n, p in Net().named_parameters()}
+    if kind == "ranks":
+        named = {n: tuple(shapes[n]) for n in found}
+        low = codec_named(uniform)
+        chosen = assign_ranks(found, named, low, ranks=dist.get_world_size())
+        return {n: f"powersgd-{rank}+fp8" for n, rank in chosen.ranks.items()}
+    numels = {n: shapes[n].numel() for n in found}
+    options = tuple(dict.fromkeys([*OPTIONS, uniform]))
+    return dict(
+        assign_by(found, numels, options, ranks=dist.get_world_size(), uniform=uniform).rules
+    )
+
+
+def chosen(kind: str) -> dict[str, Any]:
+    """Train, and compare the rules with those of a single process, and what was sent and is left
+    with the sum of all means."""
+    torch.set_num_threads(1)
+    session, rules, oracle = Session(planned(kind, lr=0.02)), [], []
+    sums: dict[str, torch.Tensor] = {}
+    largest = 0.0
+    for step in range(7):
+        if step in (0, 3):  # another layer gets large gradients
+            with torch.no_grad():
+                session.model.blocks[step // 3].norm.weight.mul_(10.0 * (1 + step) ** 3)
+        own = own_gradients(session, step)
+        if session.state.choice.looks(step):
+            oracle.append(expected(kind, errors(kind, own, step)))
+        for name, g in own.items():
+            dist.all_reduce(g)
+            sums[name] = sums.get(name, 0) + g / dist.get_world_size()
+            largest = max(largest, float(g.abs().max()))
+        session.step(step)
+        for name, g in session.gradients.items():
+            sums[name] = sums[name] - g
+        rules.append(session.state.choice.state()["rules"])
+    bases = session.state.state_dict()["bases"]
+    sent = {name: f"powersgd-{len(basis)}+fp8" for name, basis in bases.items()}
+    assert kind == "rows" or sent == rules[-1], "ranks of the factors that were sent"
+    left = session.state.elastic_state_dict()["residuals"]
+    far = {n: float((sums[n] - left[n].full_tensor()).abs().max()) / largest for n in sums}
+    return {
+        "rules": rules,
+        "oracle": oracle,
+        "far": max(far.values()),
+        "left": sum(float(each.full_tensor().abs().sum()) for each in left.values()),
+        "why": session.state.counters.choice,
+    }
+
+
+@pytest.mark.parametrize(("kind", "size"), [("rows", 2), ("ranks", 3)])
+def test_ranks_choose_as_one_process_with_all_gradients_and_lose_nothing(pool, kind, size):
+    results = pool.run(chosen, kind, size=size)
+    first = 0 if kind == "rows" else 1  # steps that are looked at: 0, 2, 4 or 1, 3, 5
+    for found in results:
+        assert found["rules"] == results[0]["rules"]
+        assert found["rules"][: first + 1] == [{}] * (first + 1), "decided between two steps"
+        assert found["rules"][first + 1 :: EVERY] == found["oracle"][:3]
+        assert found["oracle"][0]
+        assert found["far"] < 2e-6
+        assert found["left"] > 1e-2
+        assert found["why"].startswith("of step ")
+    assert len({str(each) for each in results[0]["oracle"]}) > 1, "the choice changes in the run"
+
+
+def resumed(kind: str) -> tuple[list[bool], bool]:
+    """Return whether tensors of a run that was saved after three steps end as without a break."""
+    torch.set_num_threads(1)
+    plan = planned(kind, steps=6)
+    whole = Session(plan).run()
+    first = Session(replace(plan, steps=3)).run()
+    second = Session(replace(plan, steps=3, first=3))
+    second.model.load_state_dict(first.model.state_dict())
+    second.state.load_state_dict(first.state.state_dict())
+    rules = second.state.choice.state()["rules"]
+    second.run()
+    ended, going_on = whole.trained().parameters, second.trained().parameters
+    same = [torch.equal(ended[name], going_on[name]) for name in ended]
+    return same, rules == first.state.choice.state()["rules"] != {}
+
+
+@pytest.mark.parametrize("kind", CODECS)
+def test_a_run_resumes_in_every_bit_with_its_choice(pool, kind):
+    for same, alike in pool.run(resumed, kind, size=2):
+        assert all(same)
+        assert alike
+
+
+@pytest.mark.parametrize("kind", CODECS)
+def test_a_choice_survives_another_world_size(pool, tmp_path, kind):
+    plan = planned(kind)
+    saved, *_ = pool.run(carried, plan, str(tmp_path), False, size=3)
+    assert saved["rules"] != "{}"
+    for loaded in pool.run(carried, plan, str(tmp_path), True, size=2):
+        assert loaded["rules"] == saved["rules"]
+        for part in ("residuals", "bases"):
+            assert loaded[part].keys() == saved[part].keys()
+            for name, values in saved[part].items():
+                torch.testing.assert_close(loaded[part][name], values, atol=1e-7, rtol=1e-6)
+    assert bool(saved["bases"]) == (kind == "ranks")
+
+
+def refused() -> None:
+    model = Net()
+    fully_shard(model)
+    with pytest.raises(InvalidArgument, match=r"ranks beyond the shards' that must agree.*'int4'"):
+        commpress.compress_fsdp(model, PerLayer("int4"), agree_over=dist.new_group([0, 1]))
+    halves = [dist.new_group([0]), dist.new_group([1])]
+    mesh = dist.device_mesh.DeviceMesh.from_group(halves[dist.get_rank()], "cpu")
+    model = Net()
+    fully_shard(model.blocks[0], mesh=mesh)
+    fully_shard(model)
+    with pytest.raises(InvalidArgument, match="on other ranks than the first"):
+        commpress.compress_fsdp(model, PerLayer("powersgd-2"), None)
+
+
+def test_ranks_that_do_not_choose_together_are_refused(pool):
+    pool.run(refused, size=2)
