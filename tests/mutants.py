@@ -1507,8 +1507,8 @@ MUTANTS = [
     Mutant(
         "an older version of a storage is used for a newer one",
         "integrations/zero/activation_tier.py",
-        "key = (tensor.untyped_storage()._cdata, version)",
-        "key = (tensor.untyped_storage()._cdata, 0)",
+        "key = (tensor.untyped_storage()._cdata, version, tensor.dtype)",
+        "key = (tensor.untyped_storage()._cdata, 0, tensor.dtype)",
         "tests/zero/test_activations.py -k after_a_change",
     ),
     Mutant(
@@ -1790,6 +1790,34 @@ MUTANTS = [
         'state.choice.load({"rules": saved.get("rules", {})})',
         "state.choice.load({})",
         "tests/fsdp/test_fsdp_layers.py -k another_world_size",
+    ),
+    Mutant(
+        "saved numbers that are not finite are coded",
+        "integrations/zero/saved_codec.py",
+        "not in FLOATS or not bool(torch.isfinite(values).all())",
+        "not in FLOATS",
+        "tests/zero/test_activations.py -k does_not_take",
+    ),
+    Mutant(
+        "two dtypes of one storage share a code",
+        "integrations/zero/activation_tier.py",
+        "        key = (tensor.untyped_storage()._cdata, version, tensor.dtype)",
+        "        key = (tensor.untyped_storage()._cdata, version)",
+        "tests/zero/test_activations.py -k does_not_take",
+    ),
+    Mutant(
+        "blocks that read coded inputs are compared as if nothing had changed",
+        "integrations/zero/vertical.py",
+        '(OF_CODES if getattr(self._tier, "lossy", False) else most)',
+        "most",
+        "tests/zero/test_vertical.py -k eight_bits",
+    ),
+    Mutant(
+        "an exact code of saved tensors ends after its first block",
+        "integrations/zero/saved_codec.py",
+        "            at += length",
+        "            pass",
+        "tests/zero/test_activations.py -k several_blocks",
     ),
     Mutant(
         "a read in advance that lags brings back what was used and evicted",

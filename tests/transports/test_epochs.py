@@ -266,7 +266,7 @@ def test_a_group_that_has_trained_as_long_or_longer_is_refused(age):
 def test_a_minority_does_not_go_on():
     """Three of five neither answer nor are dead."""
     five = group(*[""] * 5)
-    outcomes = together(five[3:], timeout=8.0)
+    outcomes = together(five[3:], timeout=16.0)
     for outcome in outcomes:
         assert isinstance(outcome, NoQuorum)
         assert "2 of 5 ranks are left, which is no majority" in str(outcome)

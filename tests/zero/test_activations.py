@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import commpress
 from commpress.errors import Damaged, DiskFull, InvalidArgument, OverBudget, StorageError
 from commpress.integrations.zero.activation_tier import Activations, HostBuffers
+from commpress.integrations.zero.saved_codec import saved_codec
 from small_store import open_store
 from stream_twin import made, offloaded, train
 from variants import few
@@ -117,6 +118,63 @@ def test_equals_training_in_memory(store, kind, remember, autocast, budget):
     assert tier.counters.saved
     assert tier.counters.written or budget != 0
     assert not tier.counters.written or budget != "1GiB"
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_an_exact_codec_takes_fewer_bytes_and_changes_no_bit(store, autocast):
+    plain = commpress.activations(store, budget=0, min_bytes=0)
+    wanted = gradients(Net("attention", None), plain, autocast=autocast)
+    tier = commpress.activations(store, budget=0, min_bytes=0, codec="exact")
+    equal(gradients(Net("attention", None), tier, autocast=autocast), wanted)
+    assert tier.counters.saved == plain.counters.saved
+    assert 0 < tier.counters.written < 0.95 * plain.counters.written
+    tier.settle()
+    assert not len(store)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_several_blocks_of_an_exact_code(dtype):
+    values = torch.randn(2 * (1 << 20) + 77).to(dtype)
+    values[5], values[-1] = float("nan"), -0.0
+    codec = saved_codec("exact")
+    code, back = codec.encode(values), torch.empty_like(values)
+    codec.decode(code, back)
+    assert torch.equal(back.view(torch.uint8), values.view(torch.uint8))
+    assert code.numel() < (0.75 if dtype == torch.bfloat16 else 0.9) * values.nbytes
+
+
+@pytest.mark.parametrize(("codec", "share", "near"), [("int8", 0.26, 0.02), ("bf16", 0.51, 0.01)])
+def test_gradients_of_coded_tensors_are_those_of_rounded_ones(store, codec, share, near):
+    """A linear layer's weight gradient is computed from the decoded input, all else is exact."""
+    tier = commpress.activations(store, budget=0, min_bytes=0, codec=codec)
+    net, x, plain = nn.Linear(256, 256), torch.randn(256, 256), {}
+    for each, name in ((nullcontext(), "plain"), (tier, codec)):
+        with each:
+            y = net(x * 1)
+        y.backward(torch.ones_like(y) * torch.arange(256.0)[:, None])
+        plain[name] = [p.grad for p in (net.weight, net.bias)]
+        net.zero_grad()
+    (weight, bias), (ours, exact) = plain["plain"], plain[codec]
+    assert torch.equal(bias, exact), "the bias needs no saved tensor"
+    assert 0 < float((ours - weight).norm() / weight.norm()) < near
+    assert tier.counters.written == tier.counters.read < share * tier.counters.saved
+    assert tier.lossy
+
+
+@pytest.mark.parametrize("codec", ["exact", "int8"])
+def test_what_a_codec_does_not_take_returns_as_it_was(store, codec):
+    """Numbers that are not finite, integers, float64, and two views of one storage."""
+    tier = commpress.activations(store, budget=0, min_bytes=0, codec=codec)
+    endless = torch.randn(300).masked_fill(torch.arange(300) % 7 == 0, float("-inf"))
+    wide, bits = torch.randn(300, dtype=torch.float64), torch.randn(300)
+    with tier:
+        packed = [tier._pack(each) for each in (endless, wide, bits.view(torch.int32))]
+        number = tier._pack(bits)
+    tier.settle()
+    for each, saved in zip((endless, wide, bits.view(torch.int32)), packed, strict=True):
+        assert torch.equal(tier._unpack(saved), each)
+    assert torch.allclose(tier._unpack(number), bits, atol=0.05)
+    assert torch.equal(tier._unpack(number), bits) == (codec == "exact")
 
 
 def test_storages_leave_memory(store):
@@ -552,6 +610,9 @@ def test_mistakes(store):
         ({"where": store, "budget": "a lot"}, "size is 'a lot'"),
         ({"where": store, "min_bytes": -1}, "size is -1"),
         ({"where": store, "keep": "model"}, "keep is 'model', expected a module"),
+        ({"where": store, "codec": "sign"}, "codec is 'sign/rms/2048', expected int4"),
+        ({"where": store, "codec": "tah4"}, "codec is 'tah4', which rotates"),
+        ({"where": "host", "codec": "exact"}, "codec is 'exact' with 'host'"),
     ):
         with pytest.raises(InvalidArgument, match=words):
             commpress.activations(**options)

@@ -1,0 +1,93 @@
+"""Codecs of saved tensors, which turn the numbers of a storage into fewer bytes and back."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from commpress.codecs import Codec
+from commpress.codecs.exponents import ExponentCodec
+from commpress.errors import InvalidArgument
+from commpress.integrations.pipeline.edge_codec import (
+    RowCodec,
+    decode_into,
+    edge_codec,
+    encoded,
+)
+from commpress.kernels import exact_format as law
+from commpress.kernels.cpu import exact
+
+KINDS = {torch.bfloat16: law.BFLOAT16, torch.float32: law.FLOAT32}
+INTEGERS = {torch.bfloat16: np.uint16, torch.float32: np.uint32}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class SavedCodec(Protocol):
+    """Numbers to bytes, and back into a tensor of the same shape and dtype."""
+
+    lossy: bool
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor | None:
+        """Return the bytes, or None if the values are to be kept as they are."""
+
+    def decode(self, code: torch.Tensor, values: torch.Tensor) -> None: ...
+
+
+class ExactSaved:
+    """Exponents of bfloat16 and float32 in fewer bits, every bit as it was, on the CPU: the number
+    of blocks and the length of each, then their codes."""
+
+    lossy = False
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor | None:
+        if values.dtype not in KINDS or values.device.type != "cpu":
+            return None
+        codes = [exact.encode(None, block, KINDS[values.dtype]) for block in _blocks(values)]
+        head = np.array([len(codes), *map(len, codes)], np.int64).tobytes()
+        return torch.frombuffer(bytearray(b"".join([head, *codes])), dtype=torch.uint8)
+
+    def decode(self, code: torch.Tensor, values: torch.Tensor) -> None:
+        content = code.numpy()
+        lengths = content[8:].view(np.uint8)[: 8 * int(content[:8].view(np.int64)[0])]
+        at = 8 + len(lengths)
+        for length, block in zip(lengths.view(np.int64).tolist(), _blocks(values), strict=True):
+            exact.decode(content[at : at + length].data, block, KINDS[values.dtype])
+            at += length
+
+
+@dataclass(frozen=True)
+class RowsSaved:
+    """One row of a codec, such as int8. Values that are not all finite are kept as they are."""
+
+    codec: RowCodec
+    lossy = True
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor | None:
+        if values.dtype not in FLOATS or not bool(torch.isfinite(values).all()):
+            return None
+        return encoded(values, self.codec)
+
+    def decode(self, code: torch.Tensor, values: torch.Tensor) -> None:
+        decode_into(values, code, self.codec)
+
+
+def saved_codec(codec: str | Codec | None) -> SavedCodec | None:
+    """Return the codec of an option; None keeps tensors as they are."""
+    if codec is None:
+        return None
+    if isinstance(codec, ExponentCodec) or codec == ExponentCodec.spec:
+        return ExactSaved()
+    found = edge_codec(codec)
+    if found is None or isinstance(found, RowCodec):
+        return None if found is None else RowsSaved(found)
+    raise InvalidArgument(
+        f"codec is {codec!r}, which rotates the tokens of a pipeline's edge, expected 'exact' or a "
+        "codec of rows, such as 'int8'"
+    )
+
+
+def _blocks(values: torch.Tensor) -> list[np.ndarray]:
+    """Return views of the numbers as unsigned integers, at most ``law.BLOCK`` each."""
+    whole = values.view(torch.uint8).numpy().view(INTEGERS[values.dtype])
+    return [whole[at : at + law.BLOCK] for at in range(0, len(whole), law.BLOCK)]
