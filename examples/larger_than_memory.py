@@ -177,6 +177,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=5e-6)
     parser.add_argument("--chunk-mb", type=float, default=16.0)
     parser.add_argument("--in-backward", action="store_true", help="updates, without clipping")
+    parser.add_argument(
+        "--progress", type=float, default=5.0, help="seconds between lines about a step; 0: none"
+    )
     parser.add_argument("--plain", action="store_true", help="in memory, for comparison")
     parser.add_argument(
         "--forget",
@@ -199,7 +202,9 @@ def main() -> None:
         return
     with commpress.TieredStore.open(options.folder, host=int(options.host * 2**30)) as store:
         print(f"first values go into {options.folder}, block by block", flush=True)
-        streamed = commpress.stream(model, store=store, chunk_mb=options.chunk_mb)
+        streamed = commpress.stream(
+            model, store=store, chunk_mb=options.chunk_mb, progress=options.progress or None
+        )
         print(f"moments beside them; peak {peak():.2f} GiB so far", flush=True)
         adam |= {"gradients": "backward"} if options.in_backward else {"max_grad_norm": 1.0}
         optimizer = commpress.Offloaded(

@@ -1820,6 +1820,20 @@ MUTANTS = [
         "tests/zero/test_activations.py -k several_blocks",
     ),
     Mutant(
+        "lines of progress count the blocks of earlier steps, too",
+        "integrations/zero/stream_progress.py",
+        "                self._reached.clear()",
+        "                pass",
+        "tests/zero/test_stream_progress.py",
+    ),
+    Mutant(
+        "the backward of a streamed model counts as forward",
+        "integrations/zero/streamed.py",
+        '        self.progress.reach("backward" if in_backward else "forward", group.name)',
+        '        self.progress.reach("forward", group.name)',
+        "tests/zero/test_stream_progress.py",
+    ),
+    Mutant(
         "a read in advance that lags brings back what was used and evicted",
         "tiered_mem/access.py",
         "block.damage or self.background.closed\n",

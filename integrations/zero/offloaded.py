@@ -514,6 +514,11 @@ class Offloaded(StoredOptimizer):
         """Update a chunk. ``written``: parameters changed by others, as by ``load_state_dict``, to
         which the masters are set first."""
         misses = self.store.counters.misses
+        if self.streamed is not None:
+            group = self.streamed.group_of.get(id(chunk.ranges[0].parameter))
+            self.streamed.progress.reach(
+                "update", chunk.ranges[0].name if group is None else group.name
+            )
         with ExitStack() as stack:
             held = stack.enter_context(self._coded.opened(chunk))
             # leave the other cores to the model, or to the disk

@@ -29,6 +29,7 @@ from commpress.collectives.transports.factory import on_reform
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.zero.gradients import Gradients
 from commpress.integrations.zero.safetensors_file import Checkpoint, Writer
+from commpress.integrations.zero.stream_progress import StreamProgress
 from commpress.integrations.zero.streamed_group import (
     FirstValues,
     StreamedGroup,
@@ -76,6 +77,7 @@ class Streamed(Divided, NotCopied):
         *,
         prefix: str,
         numel: int,
+        progress: float | None = None,
     ) -> None:
         self.model, self.store, self.prefix = model, store, prefix
         self.channel, self.transport = channel, channel.transport
@@ -102,6 +104,8 @@ class Streamed(Divided, NotCopied):
             for parameter, _, _ in spec.members:
                 self.group_of[id(parameter)] = group
                 set_streamer(parameter, self)
+        shown = None if channel.rank else progress
+        self.progress = StreamProgress(shown, sum(not group.kept for group in self.groups))
         self._stale = True  # values kept in memory differ from those in the store
         self._followers: list[Callable[[str], None]] = []
         # groups in the order of fetches since the last step, and in the step before
@@ -161,6 +165,8 @@ class Streamed(Divided, NotCopied):
     def _fetch(self, group: StreamedGroup) -> None:
         place = len(self._order)
         self._order.append(group)
+        in_backward = torch._C._current_graph_task_id() >= 0
+        self.progress.reach("backward" if in_backward else "forward", group.name)
         if self._before[place : place + 1] == [group]:
             ahead = [
                 stored.name
@@ -207,6 +213,7 @@ class Streamed(Divided, NotCopied):
     def stepped(self) -> None:
         """Record that the optimizer has changed the values in the store."""
         self.drop_aborted()
+        self.progress.end_step()
         self._before, self._order, self._stale = self._order, [], True
 
     def send_gradients(self, sink: Callable[[StreamedGroup, torch.Tensor], None]) -> None:
@@ -379,6 +386,7 @@ class Streamed(Divided, NotCopied):
                     names = [one.name for one in every]
                     checkpoint.into(names, member.view(group.flat), every[0].shape, every[0].start)
                 group.save(self.store)
+                self.progress.reach("first values", group.name)
                 self.loaded(group)
                 if not group.kept:
                     group.vanish()
@@ -458,6 +466,7 @@ def stream(
     weights: str | os.PathLike[str] | None = None,
     initialize: Callable[[nn.Module], object] | None = None,
     process_group: Any = None,
+    progress: float | None = None,
 ) -> Streamed:
     """Move the parameters of ``model`` into ``store``: a block's parameters are in memory only
     while it computes.
@@ -479,15 +488,20 @@ def stream(
     - ``chunk_mb``: megabytes of float32 weights in a chunk, as in ``Offloaded``.
     - ``process_group``: ranks, each with 1/P of everything in its store; by default all ranks, if
       torch.distributed is initialized.
+    - ``progress``: seconds between two lines on standard error that say where a step is; None shows
+      none.
     """
     _check(model, chunk_mb, keep)
+    if progress is not None and not progress > 0:
+        raise InvalidArgument(f"progress is {progress!r}, expected a positive number of seconds")
     return_large_blocks()
     channel = Channel.among(process_group, workspace=Workspace(pooled=True), at_once=1)
     fresh = on_memory(model)
     specs = group_specs(model, blocks, keep)
     numel = max(int(chunk_mb * 1e6 / 4), 1)
-    streamed = Streamed(model, store, channel, specs, prefix=prefix, numel=numel)
-    streamed._begin(FirstValues(streamed.groups, fresh, initialize), weights)
+    streamed = Streamed(model, store, channel, specs, prefix=prefix, numel=numel, progress=progress)
+    reached = partial(streamed.progress.reach, "first values")
+    streamed._begin(FirstValues(streamed.groups, fresh, initialize, reached), weights)
     streamed._watch()
     return streamed
 

@@ -300,7 +300,10 @@ class FirstValues:
         groups: list[StreamedGroup],
         fresh: Fresh,
         initialize: Callable[[nn.Module], object] | None = None,
+        written: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """``written`` is called with the name of each group."""
+        self._written = written
         self._groups = {id(m.parameter): group for group in groups for m in group.members}
         self._fresh, self._initialize = fresh, initialize
         # module's id → its model's function
@@ -331,6 +334,7 @@ class FirstValues:
                 left[group] -= 1
                 if not left[group]:
                     group.save(store)
+                    self._written(group.name)
                     group.vanish()
 
     @torch.no_grad()
