@@ -1834,6 +1834,27 @@ MUTANTS = [
         "tests/zero/test_stream_progress.py",
     ),
     Mutant(
+        "what a rank trains while its change is under way is lost",
+        "commpress/optim/fragments.py",
+        "p.float() - before.to(p.device).float() if finite else 0.0",
+        "0.0",
+        "tests/local_updates/test_local_updates.py -k no_step_is_lost",
+    ),
+    Mutant(
+        "weights that were not finite when a change left are kept",
+        "commpress/optim/local_updates.py",
+        "self.alpha if overlap and header.finite else 0.0",
+        "self.alpha if overlap else 0.0",
+        "tests/local_updates/test_local_updates.py -k comes_back",
+    ),
+    Mutant(
+        "a checkpoint forgets the weights at which a change left",
+        "commpress/optim/local_checkpoint.py",
+        '            fragment.recall(flight["left"])',
+        "            fragment.remember()",
+        "tests/local_updates/test_local_tiers.py -k every_bit",
+    ),
+    Mutant(
         "a read in advance that lags brings back what was used and evicted",
         "tiered_mem/access.py",
         "block.damage or self.background.closed\n",

@@ -8,6 +8,8 @@ it leaves                   Θ and the outer state are borrowed, residuals copie
                             want them
 it arrives                  Θ and the outer state change in place, residuals go back; what has no
                             room goes to the disk
+
+The weights at which it left are there, too, while it is under way.
 """
 
 import zlib
@@ -33,6 +35,7 @@ from commpress.tiered_mem import TieredStore, show_bytes
 from commpress.tiered_mem.arena import padded
 from commpress.work import Steps
 
+LEFT = "left"  # name in a store
 Arrived = tuple[bool, Pace | None]  # whether the mean counts, and the reported pace
 
 
@@ -64,6 +67,7 @@ class Fragment:
         self.read(self.weights)
         self.state: State = outer.state(self.weights)
         self._work: torch.Tensor | None = None
+        self._left: list[torch.Tensor] = []  # copies of the parameters, see ``remember``
 
     @property
     def names(self) -> tuple[tuple[int, str], ...]:
@@ -151,6 +155,38 @@ class Fragment:
         ):
             with each.opened(write=True) as p:
                 p.copy_(shared - moved.to(shared.device))
+
+    def remember(self) -> None:
+        """Keep the parameters at which a change leaves until ``forget``."""
+        self._left = []
+        for each in self.locals:
+            with each.opened(write=False) as p:
+                self._left.append(p.detach().clone())
+
+    @contextmanager
+    def remembered(self) -> Iterator[list[torch.Tensor]]:
+        """Yield the parameters as they were when the change left; none if nothing is kept."""
+        yield self._left
+
+    def forget(self) -> None:
+        self._left = []
+
+    def recall(self, flat: torch.Tensor) -> None:
+        """Take what ``remember`` kept from a checkpoint."""
+        every = zip(self.views(flat), self.locals, strict=True)
+        self._left = [view.to(self.device, each.dtype, copy=True) for view, each in every]
+
+    def follow(self) -> None:
+        """Set parameters to Θ and what was trained since the change left, or to Θ where they are
+        not finite."""
+        finite = self.finite()
+        with self.remembered() as left:
+            every = zip(self.views(self.weights), left, self.locals, strict=True)
+            for shared, before, each in every:
+                with each.opened(write=True) as p:
+                    moved = p.float() - before.to(p.device).float() if finite else 0.0
+                    p.copy_(shared.to(p.device) + moved)
+        self.forget()
 
     def merge(self, alpha: float) -> None:
         """Set parameters to α · parameters + (1 − α) · Θ, or to Θ where they are not finite."""
@@ -281,6 +317,28 @@ class StoredFragment(Fragment):
         if not self._attached:
             self.store.prefetch(self.names_in_store())
 
+    # ------------------------------------------------------------ weights when a change left
+
+    def remember(self) -> None:
+        flat = torch.empty(self.numel)
+        self.read(flat)
+        self.recall(flat)
+
+    def recall(self, flat: torch.Tensor) -> None:
+        self.store.put(self._name(LEFT), flat)
+
+    @contextmanager
+    def remembered(self) -> Iterator[list[torch.Tensor]]:
+        if self._name(LEFT) not in self.store:
+            yield []
+            return
+        with self.store.borrow(self._name(LEFT), write=False) as left:
+            yield self.views(left)
+
+    def forget(self) -> None:
+        if self._name(LEFT) in self.store:
+            self.store.delete(self._name(LEFT))
+
     # ------------------------------------------------------------ residuals
 
     def attach(self, exchanges: Exchanges) -> Exchange:
@@ -348,7 +406,8 @@ class Flight:
     taken: bool = True  # whether the mean, in ``fragment.work``, counts; once ``arrival`` has run
     trained: tuple[int, int] = (0, 0)  # steps and tokens of its change
     finite: bool = True  # whether this rank's change was finite when it left
-    alpha: float = 0.0  # share of the rank's own weights when it arrives
+    # when it arrives: share of the rank's own weights; None keeps what was trained meanwhile
+    alpha: float | None = 0.0
     long: bool = False  # in a round of every="auto" that needs an outer momentum
     # of the slowest rank, if measured; set by ``arrival``
     pace: Pace | None = None
@@ -371,6 +430,7 @@ class Flight:
 
     def give_up(self) -> None:
         """Drop an exchange that arrives nowhere: its change goes with the next one."""
+        self.fragment.forget()
         self.fragment.steps, self.fragment.tokens = (
             of + left
             for of, left in zip(

@@ -68,6 +68,9 @@ def own(local: "LocalUpdates") -> dict[str, Any]:
             "mean": flight.fragment.work.clone(),
             "pace": list(flight.pace or ()),
         } | {name: getattr(flight, name) for name in FLIGHT}
+        with flight.fragment.remembered() as left:
+            if left:
+                under_way["left"] = torch.cat([each.float().reshape(-1).cpu() for each in left])
     return {
         "inner": inner_of(local),
         "flight": under_way,
@@ -219,7 +222,8 @@ def _check_shared(local: "LocalUpdates", shared: Mapping[str, Any]) -> None:
 def _check_own(local: "LocalUpdates", state: Mapping[str, Any]) -> None:
     """Raise ``StateMismatch`` unless a rank's own state is complete and fits."""
     if (flight := state["flight"]) is not None:
-        check_entries(flight, ("fragment", "due", "taken", "mean"), "the exchange under way")
+        tensors = ("mean", "left") if flight.get("alpha", 0.0) is None else ("mean",)
+        check_entries(flight, ("fragment", "due", "taken", *tensors), "the exchange under way")
         number = int(flight["fragment"])
         if not 0 <= number < len(local.fragments):
             raise StateMismatch(
@@ -227,11 +231,12 @@ def _check_own(local: "LocalUpdates", state: Mapping[str, Any]) -> None:
                 f"{len(local.fragments)}: load the state of this model"
             )
         wanted = local.fragments[number].numel
-        if flight["mean"].numel() != wanted:
-            raise StateMismatch(
-                f"the 'mean' under way has {flight['mean'].numel()} elements, expected {wanted}: "
-                "load the state of this model"
-            )
+        for name in tensors:
+            if flight[name].numel() != wanted:
+                raise StateMismatch(
+                    f"the {name!r} under way has {flight[name].numel()} elements, expected "
+                    f"{wanted}: load the state of this model"
+                )
 
 
 def _forget_flight(local: "LocalUpdates") -> None:
@@ -240,6 +245,7 @@ def _forget_flight(local: "LocalUpdates") -> None:
     if flight is not None:
         if flight.future is not None:
             flight.future.wait()
+        flight.fragment.forget()
         flight.fragment.detach(local.exchanges)
 
 
@@ -268,6 +274,8 @@ def _load_own(local: "LocalUpdates", state: Mapping[str, Any]) -> None:
         fragment = local.fragments[int(flight["fragment"])]
         fragment.attach(local.exchanges)
         fragment.work.copy_(flight["mean"])
+        if "left" in flight:
+            fragment.recall(flight["left"])
         local.flight = Flight(
             fragment,
             pace=Pace(*map(float, flight["pace"])) if flight.get("pace") else None,

@@ -92,8 +92,9 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
     - ``feedback_decay``: residuals are multiplied by it each round; with 0 there are none.
     - ``fragments``: a number, or lists of parameters: parts of the model that take turns within a
       round.
-    - ``overlap``: steps τ that are computed while a fragment is under way, or (τ, α) with the share
-      of the rank's own weights when it arrives, by default τ / (τ + every).
+    - ``overlap``: steps τ that are computed while a fragment is under way. When it arrives, a rank
+      goes on from the shared weights and what it has trained meanwhile. (τ, α) takes the share α of
+      the rank's own weights and 1 − α of the shared ones instead.
     - ``process_group``: the ranks that average, or a ``Transport`` among them. Each of them may
       stand for other ranks under FSDP2 or tensor parallelism, which together leave out a change
       that is not finite in the shard of one of them. Local experts are not averaged: each rank
@@ -397,7 +398,9 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
             self._begin_round()
         overlap = self.rounds.overlap
         self.flight.due += overlap
-        self.flight.alpha = self._alpha(overlap)
+        self.flight.alpha = self.alpha if overlap and header.finite else 0.0
+        if self.flight.alpha is None:
+            fragment.remember()
         if overlap and self._backgrounds and self.channel.size > 1:
             self.flight.future = self.channel.submit(steps, fragment.work)
 
@@ -408,15 +411,6 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
             rung.follow(self.facts.paces, self.every)
             self.counters.codec = CODECS[rung.number]
             self.exchanges.use(self.codecs[rung.number])
-
-    def _alpha(self, overlap: int) -> float:
-        """Return the share of a rank's own weights when an exchange arrives after ``overlap``
-        steps: the share of training that the mean lacks."""
-        if not overlap:
-            return 0.0
-        if self.alpha is not None:
-            return self.alpha
-        return overlap / (overlap + max(self.rounds.length, overlap))
 
     def _header(self, fragment: Fragment) -> ExchangeHeader:
         """Return this rank's header for the exchange of the change in the fragment's ``work``."""
@@ -536,7 +530,10 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
             if not flight.finite:
                 self._restart()
             with fragment.opened():
-                fragment.merge(flight.alpha)
+                if flight.alpha is None:
+                    fragment.follow()
+                else:
+                    fragment.merge(flight.alpha)
 
     def _restart(self) -> None:
         """Replace non-finite weights by Θ and reset non-finite inner states.

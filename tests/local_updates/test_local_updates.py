@@ -31,8 +31,8 @@ def test_each_step_with_sgd_is_synchronous_sgd_in_every_bit():
 
 
 class Twin:
-    """The equations in float64: fragments, delays and mixing as the paper of Streaming DiLoCo has
-    them."""
+    """The equations in float64: fragments and delays as in Streaming DiLoCo, with its mixing, or
+    with ``alpha`` None what was trained meanwhile (DaSGD)."""
 
     def __init__(self, size, *, every, outer, fragments=1, overlap=0, alpha=0.0):
         self.theta = [flat(drawn(0)) for _ in range(size)]
@@ -50,19 +50,20 @@ class Twin:
         for theta, g in zip(self.theta, gradients, strict=True):
             theta -= RATE * flat(g)
         self.step_ += 1
-        for _, at, mean in [f for f in self.flights if f[0] == self.step_]:
-            self.arrive(at, mean)
+        for _, at, mean, left in [f for f in self.flights if f[0] == self.step_]:
+            self.arrive(at, mean, left)
         self.flights = [f for f in self.flights if f[0] > self.step_]
         inside = (self.step_ - 1) % self.every + 1
         for number, at in enumerate(self.ranges):
             if inside == -(-self.every * (number + 1) // len(self.ranges)):
                 mean = np.mean([self.shared[at] - theta[at] for theta in self.theta], axis=0)
+                left = [theta[at].copy() for theta in self.theta]
                 if self.overlap:
-                    self.flights.append((self.step_ + self.overlap, at, mean))
+                    self.flights.append((self.step_ + self.overlap, at, mean, left))
                 else:
-                    self.arrive(at, mean)
+                    self.arrive(at, mean, left)
 
-    def arrive(self, at, mean):
+    def arrive(self, at, mean, left):
         kind, lr, mu = self.outer
         if kind == "average":
             self.shared[at] -= mean
@@ -72,8 +73,11 @@ class Twin:
         else:
             self.m[at] = mu * self.m[at] + mean / RATE
             self.shared[at] -= lr * RATE * self.m[at]
-        for theta in self.theta:
-            theta[at] = self.alpha * theta[at] + (1 - self.alpha) * self.shared[at]
+        for theta, before in zip(self.theta, left, strict=True):
+            if self.alpha is None:
+                theta[at] += self.shared[at] - before
+            else:
+                theta[at] = self.alpha * theta[at] + (1 - self.alpha) * self.shared[at]
 
 
 OUTER = {
@@ -91,7 +95,16 @@ OUTER = {
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize(
     ("fragments", "overlap", "alpha"),
-    [(1, 0, 0.0), (1, 2, 0.0), (1, 3, 0.5), (1, 6, 0.5), (2, 0, 0.0), (2, 1, 0.25), (2, 3, 0.5)],
+    [
+        (1, 0, None),
+        (1, 2, 0.0),
+        (1, 2, None),
+        (1, 3, 0.5),
+        (1, 6, None),
+        (2, 0, 0.0),
+        (2, 1, 0.25),
+        (2, 3, None),
+    ],
 )
 def test_it_is_what_the_equations_say(outer, size, fragments, overlap, alpha):
     rule, plain = OUTER[outer]
@@ -108,6 +121,25 @@ def test_it_is_what_the_equations_say(outer, size, fragments, overlap, alpha):
     late = overlap >= 3  # the last has not arrived
     assert ranks.local[0].counters.rounds == 3 - late
     assert ranks.local[0].counters.exchanges == 3 * fragments - late
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_no_step_is_lost_where_a_round_overlaps_with_a_whole_one(every):
+    """Averaged rounds move the shared weights by the ranks' mean step, one round late: with SGD and
+    gradients that do not depend on the weights they are those of one step after the other."""
+    ranks = Ranks(3, outer=Average(), every=every, overlap=every, codec=None)
+    synchronous = [flat(drawn(0))]
+    for step in range(12):
+        gradients = noise(3, step)
+        ranks.step(gradients)
+        mean = np.mean([flat(g) for g in gradients], axis=0)
+        synchronous.append(synchronous[-1] - RATE * mean)
+        # the last round has left, and has not arrived
+        arrived = max((step + 1) // every * every - every, 0)
+        np.testing.assert_allclose(ranks.shared(), synchronous[arrived], rtol=1e-4, atol=1e-5)
+        for mine in ranks.parameters:
+            own = np.abs(flat(mine) - ranks.shared()).max()
+            assert own < 2 * every * RATE * 6, "no rank drifts by more than two rounds"
 
 
 @pytest.mark.parametrize("codec", ["int4", "bits2", "sign", "powersgd-2", "topk-4"])
