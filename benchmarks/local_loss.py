@@ -33,7 +33,7 @@ from itertools import product
 from math import cos, pi
 from statistics import mean
 from threading import Barrier
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -76,7 +76,8 @@ class Run:
     steps: int = STEPS
     ranks: int = 4
     hidden: bool = False  # a whole round of overlap, and means of weights
-    alpha: float | None = None  # of hidden rounds: what is kept of a rank's own weights
+    # of hidden rounds: what is kept of a rank's own weights, or "keep"
+    alpha: float | Literal["keep"] | None = None
     momentum: float = 0.0  # of their outer step
     windows: int = WINDOWS
     optimizer: str = ""  # of commpress, in place of AdamW
@@ -113,8 +114,15 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizers", nargs="+", default=[], metavar="NAME", help="of commpress (default none)"
     )
+    parser.add_argument(
+        "--alpha",
+        nargs="+",
+        type=lambda text: text if text == "keep" else float(text),
+        default=[None],
+        metavar="X",
+        help="tried: share of a rank's own weights after hidden rounds, or keep (default as usual)",
+    )
     for name, default, says in (
-        ("--alpha", [None], "kept of a rank's own weights by hidden rounds (default as in a run)"),
         ("--momentum", [0.0], "of the outer step of hidden rounds (default 0)"),
         ("--outer", [1.0], "learning rate of the outer step of hidden rounds (default 1)"),
         ("--rates", list(RATES), f"inner learning rates (default {' '.join(map(str, RATES))})"),
@@ -225,7 +233,7 @@ def cells_of(runs: list[Finished]) -> list[dict[str, str]]:
                 "codec": one.codec,
                 "rate": f"{one.rate:g}",
                 "outer rate": f"{one.outer_rate:g}" if every else "-",
-                "alpha": "-" if one.alpha is None else f"{one.alpha:g}",
+                "alpha": "-" if one.alpha is None else str(one.alpha),
                 "momentum": f"{one.momentum:g}" if hidden else "-",
                 "held-out loss": f"{mean(f.loss for f in cell):.4f}",
                 "seeds": str(len(cell)),
@@ -321,7 +329,7 @@ def train(run: Run) -> Finished:
     return Finished(run, round(_held_out_loss(model, held_out), 5), training, sent / 1e6)
 
 
-def _overlap(run: Run) -> int | tuple[int, float]:
+def _overlap(run: Run) -> int | tuple[int, float | Literal["keep"]]:
     """The ``overlap`` of a run: of hidden rounds with the share of a rank's own weights."""
     if not run.hidden:
         return 0

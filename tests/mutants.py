@@ -1838,13 +1838,13 @@ MUTANTS = [
         "commpress/optim/fragments.py",
         "p.float() - before.to(p.device).float() if finite else 0.0",
         "0.0",
-        "tests/local_updates/test_local_updates.py -k no_step_is_lost",
+        "tests/local_updates/test_local_updates.py -k every_step_counts",
     ),
     Mutant(
         "weights that were not finite when a change left are kept",
         "commpress/optim/local_updates.py",
-        "self.alpha if overlap and header.finite else 0.0",
-        "self.alpha if overlap else 0.0",
+        "self._alpha(overlap) if header.finite else 0.0",
+        "self._alpha(overlap)",
         "tests/local_updates/test_local_updates.py -k comes_back",
     ),
     Mutant(

@@ -184,8 +184,8 @@ class Fragment:
             every = zip(self.views(self.weights), left, self.locals, strict=True)
             for shared, before, each in every:
                 with each.opened(write=True) as p:
-                    moved = p.float() - before.to(p.device).float() if finite else 0.0
-                    p.copy_(shared.to(p.device) + moved)
+                    trained = p.float() - before.to(p.device).float() if finite else 0.0
+                    p.copy_(shared.to(p.device) + trained)
         self.forget()
 
     def merge(self, alpha: float) -> None:
@@ -406,7 +406,7 @@ class Flight:
     taken: bool = True  # whether the mean, in ``fragment.work``, counts; once ``arrival`` has run
     trained: tuple[int, int] = (0, 0)  # steps and tokens of its change
     finite: bool = True  # whether this rank's change was finite when it left
-    # when it arrives: share of the rank's own weights; None keeps what was trained meanwhile
+    # when it arrives: share of the rank's own weights; None: Θ and what was trained meanwhile
     alpha: float | None = 0.0
     long: bool = False  # in a round of every="auto" that needs an outer momentum
     # of the slowest rank, if measured; set by ``arrival``

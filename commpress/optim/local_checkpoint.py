@@ -279,7 +279,7 @@ def _load_own(local: "LocalUpdates", state: Mapping[str, Any]) -> None:
         local.flight = Flight(
             fragment,
             pace=Pace(*map(float, flight["pace"])) if flight.get("pace") else None,
-            **{"alpha": local.alpha or 0.0} | {k: flight[k] for k in FLIGHT if k in flight},
+            **{k: flight[k] for k in FLIGHT if k in flight},
         )
         local.taken = local.flight.taken
 

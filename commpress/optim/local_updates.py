@@ -70,6 +70,7 @@ log = logging.getLogger("commpress")
 
 WEIGHTS = ("equal", "tokens", "steps")
 MIN_NUMEL = 256  # smaller tensors travel exactly
+KEEP = "keep"
 
 
 class LocalUpdates(Stateful, torch.optim.Optimizer):
@@ -92,9 +93,10 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
     - ``feedback_decay``: residuals are multiplied by it each round; with 0 there are none.
     - ``fragments``: a number, or lists of parameters: parts of the model that take turns within a
       round.
-    - ``overlap``: steps τ that are computed while a fragment is under way. When it arrives, a rank
-      goes on from the shared weights and what it has trained meanwhile. (τ, α) takes the share α of
-      the rank's own weights and 1 − α of the shared ones instead.
+    - ``overlap``: steps τ that are computed while a fragment is under way, or (τ, α) with the share
+      of the rank's own weights when it arrives, by default τ / (τ + every). (τ, "keep") goes on
+      from the shared weights and what the rank has trained meanwhile, for long runs; with
+      ``every="auto"``, which chooses τ, (0, "keep").
     - ``process_group``: the ranks that average, or a ``Transport`` among them. Each of them may
       stand for other ranks under FSDP2 or tensor parallelism, which together leave out a change
       that is not finite in the shard of one of them. Local experts are not averaged: each rank
@@ -120,7 +122,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         codec: str | Codec | Policy | None = "auto",
         feedback_decay: float = 0.95,
         fragments: int | Sequence[Sequence[torch.Tensor]] = 1,
-        overlap: int | tuple[int, float] = 0,
+        overlap: int | tuple[int, float | Literal["keep"]] = 0,
         exact_steps: int = 0,
         mesh: DeviceMesh | None = None,
         process_group: Any = None,
@@ -144,12 +146,13 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
                 "every= as a number"
             )
         if alpha is not None and (
-            not 0 <= alpha < 1 or (alpha and not overlap and every != "auto")
+            (alpha != KEEP and not (isinstance(alpha, (int, float)) and 0 <= alpha < 1))
+            or (alpha and not overlap and every != "auto")
         ):
             raise InvalidArgument(
-                f"alpha is {alpha!r} with overlap={overlap}, expected 0, or with an overlap a "
-                "number from 0 to below 1: without overlap nothing has been trained since the "
-                "change left"
+                f"alpha is {alpha!r} with overlap={overlap}, expected 0, or with an overlap 'keep' "
+                "or a number from 0 to below 1: without overlap nothing has been trained since "
+                "the change left"
             )
         if weight not in WEIGHTS:
             raise InvalidArgument(
@@ -161,7 +164,8 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         usual = Average() if isinstance(self.every, Hidden) else Nesterov()
         self.outer = outer_of(usual if outer is None else outer)
         self._outer_of_long_rounds = Nesterov() if outer is None else self.outer
-        self.feedback_decay, self.alpha, self.weight = feedback_decay, alpha, weight
+        self.feedback_decay, self.weight = feedback_decay, weight
+        self.alpha: float | Literal["keep"] | None = alpha
         self.store = store
         self.counters, self.facts, self.meter = LocalCounters(), Facts(), PaceMeter()
         self._backgrounds = transport is None
@@ -398,7 +402,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
             self._begin_round()
         overlap = self.rounds.overlap
         self.flight.due += overlap
-        self.flight.alpha = self.alpha if overlap and header.finite else 0.0
+        self.flight.alpha = self._alpha(overlap) if header.finite else 0.0
         if self.flight.alpha is None:
             fragment.remember()
         if overlap and self._backgrounds and self.channel.size > 1:
@@ -411,6 +415,15 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
             rung.follow(self.facts.paces, self.every)
             self.counters.codec = CODECS[rung.number]
             self.exchanges.use(self.codecs[rung.number])
+
+    def _alpha(self, overlap: int) -> float | None:
+        """Return the share of a rank's own weights when an exchange arrives after ``overlap``
+        steps, by default the share of training that the mean lacks; None for "keep"."""
+        if not overlap:
+            return 0.0
+        if self.alpha is None:
+            return overlap / (overlap + max(self.rounds.length, overlap))
+        return None if isinstance(self.alpha, str) else self.alpha
 
     def _header(self, fragment: Fragment) -> ExchangeHeader:
         """Return this rank's header for the exchange of the change in the fragment's ``work``."""

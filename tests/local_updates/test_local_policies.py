@@ -208,7 +208,7 @@ def test_ranks_that_warm_up_from_different_weights_are_named():
         ranks.step(noise(3, 0))
 
 
-def test_a_whole_round_of_overlap_keeps_what_was_trained_meanwhile():
+def test_a_whole_round_of_overlap_mixes_weights_or_keeps_what_was_trained():
     for size in (1, 2):
         with pytest.raises(InvalidArgument, match=r"overlap is 'round', expected a whole number"):
             Ranks(size, overlap="round")
@@ -217,14 +217,19 @@ def test_a_whole_round_of_overlap_keeps_what_was_trained_meanwhile():
             match=r"alpha is 0 and with every=4 an exchange overlaps with a whole round",
         ):
             Ranks(size, every=4, overlap=4, alpha=0)
-        ranks = Ranks(size, every=4, overlap=4)
-        for step in range(4):
-            ranks.step(noise(size, step))
-        assert (
-            ranks.local[0].rounds.length,
-            ranks.local[0].flight.due,
-            ranks.local[0].flight.alpha,
-        ) == (4, 8, None)
+        for given, alpha in ((None, 0.5), ("keep", None)):
+            ranks = Ranks(size, every=4, overlap=4, alpha=given)
+            for step in range(4):
+                ranks.step(noise(size, step))
+            assert (
+                ranks.local[0].rounds.length,
+                ranks.local[0].flight.due,
+                ranks.local[0].flight.alpha,
+            ) == (4, 8, alpha)
+        with pytest.raises(InvalidArgument, match=r"alpha is 'hold' with overlap=4"):
+            Ranks(size, every=4, overlap=4, alpha="hold")
+        with pytest.raises(InvalidArgument, match=r"alpha is 'keep' with overlap=0"):
+            Ranks(size, every=4, alpha="keep")
 
 
 def test_a_warm_up_that_cannot_be_is_refused():

@@ -38,6 +38,7 @@ PLANS = {
         "codec": None,
         "outer": commpress.Gossip(),
         "overlap": 1,
+        "alpha": "keep",
         "fragments": 2,
         "every": 6,
     },

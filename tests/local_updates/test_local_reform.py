@@ -42,11 +42,12 @@ def agree(world):
     return len({owner.digest() for owner in owners(world)}) == 1
 
 
+@pytest.mark.parametrize("alpha", [0.5, "keep"])
 @pytest.mark.parametrize("reached", [None, (0,)], ids=["all", "one of two"])
-def test_a_mean_that_has_come_arrives_with_the_change(reached):
+def test_a_mean_that_has_come_arrives_with_the_change(reached, alpha):
     """Training goes on during the exchange; then a rank is lost."""
     # the exchange that began after step 4 is due after step 6
-    one, twin = (trained(3, 5, alpha=0.5, **OVERLAP) for _ in range(2))
+    one, twin = (trained(3, 5, alpha=alpha, **OVERLAP) for _ in range(2))
     if reached is None:
         simulate([owner.saving() for owner in owners(one)])
     else:

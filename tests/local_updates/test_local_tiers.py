@@ -47,7 +47,14 @@ PLANS = {
     },
     "matrices": {"codec": "powersgd-2", "outer": SlowMo(), "fragments": 2},
     "gathered": {"codec": "topk-64+bits2", "outer": SparseLoCo(), "fragments": 2, "overlap": 1},
-    "gossip": {"codec": None, "outer": Gossip(), "fragments": 3, "every": 6, "overlap": 1},
+    "gossip": {
+        "codec": None,
+        "outer": Gossip(),
+        "fragments": 3,
+        "every": 6,
+        "overlap": 1,
+        "alpha": "keep",
+    },
     "exact": {"codec": None, "outer": Average(), "fragments": 3, "feedback_decay": 1.0},
 }
 
@@ -93,6 +100,7 @@ def test_what_the_store_is_just_large_enough_for_always_fits(tmp_path, monkeypat
     drawn."""
     monkeypatch.setattr(local_twin, "SHAPES", [(160, 100), (150, 100), (170, 100)])
     plan = {"codec": "sign", "outer": Nesterov(), "fragments": 3, "every": 6, "overlap": overlap}
+    plan |= {"alpha": "keep"} if overlap else {}
     with pytest.raises(InvalidArgument, match="needs") as refused:
         kept_in(stores(tmp_path / "refused", 1, host="128KiB"), **plan)
     (store,) = stores(
@@ -119,6 +127,7 @@ def test_resumes_in_every_bit_from_a_store(tmp_path, at, back):
         "fragments": 2,
         "every": 6,
         "overlap": 2,
+        "alpha": "keep",
         "min_numel": 0,
     }
     one = kept_in(stores(tmp_path / "one", 2), **options)

@@ -32,7 +32,7 @@ def test_each_step_with_sgd_is_synchronous_sgd_in_every_bit():
 
 class Twin:
     """The equations in float64: fragments and delays as in Streaming DiLoCo, with its mixing, or
-    with ``alpha`` None what was trained meanwhile (DaSGD)."""
+    with "keep" what was trained meanwhile (DaSGD)."""
 
     def __init__(self, size, *, every, outer, fragments=1, overlap=0, alpha=0.0):
         self.theta = [flat(drawn(0)) for _ in range(size)]
@@ -74,7 +74,7 @@ class Twin:
             self.m[at] = mu * self.m[at] + mean / RATE
             self.shared[at] -= lr * RATE * self.m[at]
         for theta, before in zip(self.theta, left, strict=True):
-            if self.alpha is None:
+            if self.alpha == "keep":
                 theta[at] += self.shared[at] - before
             else:
                 theta[at] = self.alpha * theta[at] + (1 - self.alpha) * self.shared[at]
@@ -96,14 +96,16 @@ OUTER = {
 @pytest.mark.parametrize(
     ("fragments", "overlap", "alpha"),
     [
-        (1, 0, None),
+        (1, 0, 0.0),
         (1, 2, 0.0),
-        (1, 2, None),
+        (1, 2, "keep"),
         (1, 3, 0.5),
-        (1, 6, None),
+        (1, 6, 0.5),
+        (1, 6, "keep"),
         (2, 0, 0.0),
         (2, 1, 0.25),
-        (2, 3, None),
+        (2, 3, 0.5),
+        (2, 3, "keep"),
     ],
 )
 def test_it_is_what_the_equations_say(outer, size, fragments, overlap, alpha):
@@ -124,10 +126,12 @@ def test_it_is_what_the_equations_say(outer, size, fragments, overlap, alpha):
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_no_step_is_lost_where_a_round_overlaps_with_a_whole_one(every):
-    """Averaged rounds move the shared weights by the ranks' mean step, one round late: with SGD and
-    gradients that do not depend on the weights they are those of one step after the other."""
-    ranks = Ranks(3, outer=Average(), every=every, overlap=every, codec=None)
+def test_every_step_counts_where_a_round_overlaps_with_a_whole_one(every):
+    """With "keep", averaged rounds move the shared weights by the ranks' mean step, one round late:
+    with SGD and gradients that do not depend on the weights they are those of one step after the
+    other."""
+    options = {"every": every, "overlap": every, "alpha": "keep", "codec": None}
+    ranks = Ranks(3, outer=Average(), **options)
     synchronous = [flat(drawn(0))]
     for step in range(12):
         gradients = noise(3, step)
@@ -227,7 +231,7 @@ INNERS = {
 
 
 @pytest.mark.parametrize("inner", INNERS)
-@pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (1, 3), (3, 0), (3, 1)])
+@pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (1, (3, "keep")), (3, 0), (3, 1)])
 def test_a_rank_comes_back_after_one_gradient_that_is_not_finite(inner, fragments, overlap, caplog):
     """Its moments start anew: soon its change counts again, and a step is as long as a first
     one."""
