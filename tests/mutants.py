@@ -35,6 +35,34 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant(
+        "a stored value is written while a card still reads it",
+        "integrations/zero/streamed_group.py",
+        "store.used_on(stored.name, row.device)",
+        "pass",
+        "tests/zero/test_card_copies.py",
+    ),
+    Mutant(
+        "host memory is written while a card still reads it",
+        "tiered_mem/access.py",
+        "            elif write:",
+        "            elif False:",
+        "tests/zero/test_card_copies.py",
+    ),
+    Mutant(
+        "a gradient is used before it has come from the card",
+        "integrations/zero/update_chunk.py",
+        "_arrive(g for _, g in found if g is not None)",
+        "pass",
+        "tests/zero/test_card_copies.py",
+    ),
+    Mutant(
+        "gradients come through pageable memory",
+        "integrations/zero/update_chunk.py",
+        "torch.zeros(longest, pin_memory=_on_card(chunks))",
+        "torch.zeros(longest)",
+        "tests/zero/test_card_copies.py",
+    ),
+    Mutant(
         "pieces, and so rows, begin at multiples of 8 bytes",
         "kernels/pieces.py",
         "ALIGNED = 16",

@@ -67,7 +67,8 @@ def _accumulated(rank: int, size: int, task: tuple[bool, str], told: Told) -> in
             for part in range(2):
                 with inner.no_sync() if part == 0 else nullcontext():
                     factors = [torch.randn(p.shape, generator=own).to(device) for p in given]
-                    sum((p * f).sum() for p, f in zip(given, factors, strict=True)).backward()
+                    losses = [(p * f).sum() for p, f in zip(given, factors, strict=True)]
+                    torch.stack(losses).sum().backward()
             inner.step()
             inner.zero_grad()
         found.append([p.detach().cpu() for p in given])

@@ -416,7 +416,7 @@ def decode(
     _check_message(message, pieces)
     _check_floats(message.device, out=(out, _buffer_numel(pieces)))
     for group in _groups(pieces, message.device):
-        args = (
+        args: Scalars = (
             address(message),
             np.int64(message.stride(0)),
             np.float32(gain),
@@ -443,7 +443,7 @@ def decode_mean(
     _check_message(received, pieces)
     _check_floats(received.device, out=(out, pieces.shard))
     for group in _groups(pieces, received.device):
-        args = (
+        args: Scalars = (
             address(received),
             np.int64(received.stride(0)),
             np.int32(received.shape[0]),
