@@ -23,7 +23,8 @@ from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.cuda import row_codec as cuda
 
 CARD = torch.device("cuda", 0)
-STAGED = 64 << 10  # bytes of pageable memory up to which the driver takes them at once
+# bytes of pageable memory that the driver takes at once, on their way to a card
+STAGED = 64 << 10
 Clock = dict[str, int]
 
 
@@ -231,13 +232,14 @@ class CardTwin:
     def cross(self, into: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
         host = source if isinstance(into, OnCard) else into
         pinned, stream = self.is_pinned(host), current()
+        staged = isinstance(into, OnCard) and non_blocking and host.nbytes <= STAGED
         self.counts["copies"] += 1
-        self.counts["bytes by pinned memory" if pinned else "bytes by pageable memory"] += (
-            host.nbytes
-        )
+        if pinned:
+            self.counts["bytes by pinned memory"] += host.nbytes
+        elif not staged:
+            self.counts["bytes by pageable memory"] += host.nbytes
         self.launched(stream, reads=[source], writes=[into])
-        staged = isinstance(into, OnCard) and host.nbytes <= STAGED
-        if not (non_blocking and (pinned or staged)):
+        if not (staged or (non_blocking and pinned)):
             self.wait(stream.clock)
 
     def launched(
@@ -445,7 +447,7 @@ class CardTransport:
         posted[self.rank] = out, inp
         for r in range(self.size):
             sent = row(inp, r)
-            off = any(reach(t)[0] % 16 for t in (sent, out[r])) or inp.stride(0) % 16
+            off = any(reach(t)[0] % 16 for t in (sent, out[r]))
             here().counts["bytes of rows"] += sent.nbytes
             here().counts["bytes of rows off 16"] += sent.nbytes if off else 0
         if len(posted) == self.size:
