@@ -171,7 +171,7 @@ def _layers(rank: int, size: int, _: None, told: Told) -> list[Row]:
     counts, caller = Counter[str](), threading.current_thread()
 
     def wait_for(*_: object) -> None:
-        """Where the host would wait for a card."""
+        """Count: here the host would wait for a card."""
         mine = threading.current_thread() is caller
         counts[f"waits of the {'caller' if mine else 'worker'}"] += 1
 
@@ -209,10 +209,10 @@ def opened() -> Iterator[tuple[CardTwin, commpress.TieredStore, nn.Module]]:
             folder, host="8MiB", device="1MiB", options=SMALL, engine="threads"
         ) as store,
     ):
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-        for layer in model:
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+        for layer in layers:
             layer.weight = nn.Parameter(layer.weight.detach().to(CARD))
-        yield twin, store, model
+        yield twin, store, nn.Sequential(*layers)
 
 
 def trained(

@@ -35,7 +35,7 @@ class EarlyUse(AssertionError):
 class OnCard(torch.Tensor):
     """A tensor in the card's memory."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -48,10 +48,10 @@ class OnCard(torch.Tensor):
     def numpy(self, *_: Any) -> Any:  # type: ignore[override]
         raise TypeError("the tensor is on a card: call .cpu() first")
 
-    def cpu(self, *_: Any) -> torch.Tensor:  # type: ignore[override]
+    def cpu(self, *_: Any) -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.dtype).copy_(self)
 
-    def to(self, *given: Any, **named: Any) -> torch.Tensor:  # type: ignore[override]
+    def to(self, *given: Any, **named: Any) -> torch.Tensor:
         return moved(self, *given, **named)
 
     def record_stream(self, stream: Any) -> None:
@@ -136,7 +136,7 @@ class _Mode(TorchDispatchMode):
 
 
 class CardTwin:
-    """What the twin knows of its streams and memory, and what it has counted."""
+    """Clocks of streams and of the host, uses of memory, and counts."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -153,7 +153,8 @@ class CardTwin:
     def entered(self) -> list[Stream]:
         if not hasattr(self.local, "entered"):
             self.local.entered = []
-        return self.local.entered  # type: ignore[no-any-return]
+        found: list[Stream] = self.local.entered
+        return found
 
     # ------------------------------------------------------------ counted
 
@@ -285,7 +286,7 @@ def touched(
     func: Any, args: Any, kwargs: Any, result: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors that a call reads, and those that it writes; none if it makes a view."""
-    reads, writes, views = [], [], False
+    reads, writes, views = list[torch.Tensor](), list[torch.Tensor](), False
     for given, declared in zip(args, func._schema.arguments, strict=False):
         named = declared.alias_info
         for tensor in tree_leaves(given):
@@ -376,7 +377,7 @@ def card_twin() -> Iterator[CardTwin]:
         return 0
 
     cudart = SimpleNamespace(cudaHostRegister=registered, cudaHostUnregister=lambda _: 0)
-    instead = {
+    instead: dict[str, Any] = {
         "Stream": Stream,
         "Event": Event,
         "current_stream": current,
@@ -411,7 +412,7 @@ class CardGroup:
         self.size, self.stream = size, Stream(name="NCCL")
         self.posted: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
 
-    def transports(self) -> "list[CardTransport]":
+    def transports(self) -> list[Any]:
         return [CardTransport(self, rank) for rank in range(self.size)]
 
 

@@ -1,4 +1,4 @@
-"""What more than one rank or device shows: accumulation among owners of state, a rank that is
+"""Steps with more than one rank or device: accumulation among owners of state, a rank that is
 killed, rows that NCCL copies byte by byte, tensors on a second device."""
 
 import os
