@@ -32,6 +32,7 @@ import plan
 import powersgd
 import scaling
 import simulate
+import traces
 import trainer_fsdp
 import weight_bytes
 import weight_speed
@@ -77,6 +78,7 @@ BENCHMARKS = (
     powersgd,
     scaling,
     simulate,
+    traces,
     trainer_fsdp,
     weight_bytes,
     weight_speed,

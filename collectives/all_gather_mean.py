@@ -29,6 +29,7 @@ from commpress.collectives.exchange import Exchange, Exchanges, FlatExchange
 from commpress.collectives.frame import ALL_GATHER, ASKS, HEADER, NOT_FINITE, Frame
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
+from commpress.kernels.pieces import aligned
 from commpress.work import Steps, overlapped
 
 
@@ -91,9 +92,10 @@ class GatherMean(FlatExchange):
         """Replace ``x`` by its mean if all ranks were finite; return the flags of all ranks."""
         transport, workspace, sequence = call[:3]
         device, code, gain, ranks = x.device, self.codec.arithmetic, call.gain, transport.size
-        size, start = HEADER + code.row_bytes(x.numel()), perf_counter()
+        used, start = code.row_bytes(x.numel()), perf_counter()
+        size = HEADER + aligned(used)
         outbox, inbox = workspace.rows(size, 1, device), workspace.rows(size, ranks, device)
-        row, flag = outbox[0, HEADER:].zero_(), ASKS * call.asks
+        row, flag = outbox[0, HEADER:].zero_()[:used], ASKS * call.asks
         if new is not None and old is not None:
             new.copy_(old)
         if shares[transport.rank]:

@@ -17,7 +17,7 @@ import torch
 from commpress.codecs.codec import Codec
 from commpress.codecs.policy import Policy
 from commpress.codecs.whole_tensors import WholeTensorCodec
-from commpress.kernels.pieces import KIND, NUMEL, Piece, Pieces, cut, width_of
+from commpress.kernels.pieces import KIND, NUMEL, Piece, Pieces, aligned, cut, width_of
 from commpress.kernels.reference import FP32
 from commpress.kernels.registered import known
 
@@ -137,7 +137,7 @@ def share(shape: torch.Size, codec: Codec, ranks: int) -> Share:
             return Share(numel, codec.spec, codec.bits(shape, ranks))
         codec = codec.rows
     widths = [width_of(min(PIECE, numel - offset), ranks) for offset in range(0, numel, PIECE)]
-    row = sum(-(-c.row_bytes(width) // 8) * 8 for width in widths for c in (codec, codec.back))
+    row = sum(aligned(c.row_bytes(width)) for width in widths for c in (codec, codec.back))
     return Share(numel, codec.spec, 4.0 * ranks * row / max(numel, 1))
 
 

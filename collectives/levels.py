@@ -26,7 +26,7 @@ from commpress.collectives.residual_state import Residuals
 from commpress.collectives.topology import Topology, agree
 from commpress.collectives.two_level import Hierarchy, hierarchy_of, routes, share
 from commpress.feedback import Key, ResidualStore
-from commpress.kernels.pieces import NUMEL, RESIDUAL, WIDTH, width_of
+from commpress.kernels.pieces import NUMEL, RESIDUAL, WIDTH, aligned, width_of
 from commpress.work import run
 
 log = logging.getLogger("commpress")
@@ -238,7 +238,7 @@ def _row(codec: str | Codec, numel: int, rows: int, *, workers: int = 1) -> int:
         square = (math.isqrt(numel),) * 2
         bits = codec.bits(square, workers) if codec.takes(square) else 32.0
         return HEADER + math.ceil(bits / 64 * numel / rows) * 8
-    return HEADER + -(-codec.row_bytes(width_of(numel, rows)) // 8) * 8
+    return HEADER + aligned(codec.row_bytes(width_of(numel, rows)))
 
 
 def _phase(links: Links, inside: int, between: int) -> tuple[float, float, float]:

@@ -26,6 +26,7 @@ from commpress.collectives.exchange import Exchange, Exchanges, FlatExchange
 from commpress.collectives.frame import ALL_GATHER, HEADER, Frame
 from commpress.collectives.transports.transport import Subset
 from commpress.errors import InvalidArgument
+from commpress.kernels.pieces import aligned
 from commpress.work import Steps, overlapped
 
 
@@ -89,13 +90,14 @@ class PairMean(FlatExchange):
     ) -> Steps[tuple[float, float]]:
         """Replace ``x`` by its mean; return ‖change‖² and ‖mean‖²."""
         workspace, between = channel.workspace, Subset(channel.transport, pair)
-        size = HEADER + 4 * x.numel()
+        size = HEADER + aligned(4 * x.numel())
         outbox, inbox = workspace.rows(size, 1, x.device), workspace.rows(size, 2, x.device)
-        outbox[0, HEADER:].copy_(x.view(torch.uint8))
+        used = slice(HEADER, HEADER + 4 * x.numel())
+        outbox[0, used].copy_(x.view(torch.uint8))
         frame = Frame(ALL_GATHER, 2, EXACT.spec, x.numel(), sequence, self.messages[0].label)
         mark = torch.zeros(1, dtype=torch.uint8, device=x.device)
         yield from exchange(inbox, outbox, frame, mark, between, workspace)
-        first, second = (row.view(torch.float32) for row in inbox[:, HEADER:])
+        first, second = (row.view(torch.float32) for row in inbox[:, used])
         mean = first * factors[0] + second * factors[1]
         squares = square_sum(mean - x), square_sum(mean)
         x.copy_(mean)

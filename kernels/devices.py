@@ -48,8 +48,8 @@ def arithmetic(device: torch.device, pieces: Pieces | None = None) -> Any:
 
 def knows(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the kernels of ``device`` encode from, decode to and add to tensors of
-    ``dtype``; all take float32."""
-    return dtype == torch.float32 or (device.type == "cpu" and dtype == torch.bfloat16)
+    ``dtype``."""
+    return device.type in ("cpu", "cuda") and dtype in (torch.float32, torch.bfloat16)
 
 
 def low_rank_arithmetic(device: torch.device) -> Any:

@@ -16,6 +16,9 @@ import numpy as np
 from commpress.kernels import registered
 from commpress.kernels.reference import CASTS, CHUNK, SIGN_L1, SIGN_RMS, code_bits, row_bytes
 
+# bytes at whose multiples every piece, so every row, begins: NCCL copies rows that begin elsewhere
+# byte by byte
+ALIGNED = 16
 # RESIDUAL < 0: no feedback
 SOURCE, NUMEL, WIDTH, KIND, BLOCK, BITS, COLUMN, RESIDUAL, SHARD, HASH = range(10)
 
@@ -87,9 +90,13 @@ def width_of(numel: int, rows: int) -> int:
     return max(-(-numel // (8 * rows)) * 8, 8)
 
 
+def aligned(size: int) -> int:
+    """Return ``size`` or the next multiple of ``ALIGNED`` bytes."""
+    return -(-size // ALIGNED) * ALIGNED
+
+
 def cut(pieces: Sequence[Piece], rows: int, *, widths: Sequence[int] = ()) -> Pieces:
-    """Make the table of ``pieces``; every piece starts at a multiple of 8 bytes, so that casts can
-    be viewed in place.
+    """Make the table of ``pieces``; every piece starts at a multiple of ``ALIGNED`` bytes.
 
     ``widths``: elements of a row of each piece, multiples of 8, if they are not the fewest
     possible.
@@ -120,7 +127,7 @@ def cut(pieces: Sequence[Piece], rows: int, *, widths: Sequence[int] = ()) -> Pi
                 piece.hash,
             )
         )
-        column += -(-size // 8) * 8
+        column += aligned(size)
         numel += piece.numel
         residual_numel += piece.numel if piece.feedback else 0
         shard += width

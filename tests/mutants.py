@@ -35,6 +35,62 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant(
+        "a stored value is written while a card still reads it",
+        "integrations/zero/streamed_group.py",
+        "store.used_on(stored.name, row.device)",
+        "pass",
+        "tests/zero/test_card_copies.py",
+    ),
+    Mutant(
+        "host memory is written while a card still reads it",
+        "tiered_mem/access.py",
+        "            elif write:",
+        "            elif False:",
+        "tests/zero/test_card_copies.py",
+    ),
+    Mutant(
+        "a gradient is used before it has come from the card",
+        "integrations/zero/update_chunk.py",
+        "_arrive(g for _, g in found if g is not None)",
+        "pass",
+        "tests/zero/test_card_copies.py",
+    ),
+    Mutant(
+        "gradients come through pageable memory",
+        "integrations/zero/update_chunk.py",
+        "torch.zeros(longest, pin_memory=_on_card(chunks))",
+        "torch.zeros(longest)",
+        "tests/zero/test_card_copies.py",
+    ),
+    Mutant(
+        "pieces, and so rows, begin at multiples of 8 bytes",
+        "kernels/pieces.py",
+        "ALIGNED = 16",
+        "ALIGNED = 8",
+        "tests/collectives/test_aligned_rows.py",
+    ),
+    Mutant(
+        "a packet of tokens ends at any multiple of 8 bytes",
+        "collectives/all_to_all/tokens.py",
+        "return aligned(self.token_bytes + 4 * self.extra)",
+        "return self.token_bytes + -(-4 * self.extra // 8) * 8",
+        "tests/collectives/test_aligned_rows.py",
+    ),
+    Mutant(
+        "a NaN that rounding overflows becomes zero in bfloat16 on a card",
+        "kernels/cuda/tiles.cu",
+        "(pattern(a) & MAGNITUDE) > INFINITE ? 0x7fc0 : to_bf16(a)",
+        "to_bf16(a)",
+        "tests/kernel/test_row_codecs.py",
+    ),
+    Mutant(
+        "what is added to bfloat16 on a card is read as float32",
+        "kernels/cuda/tiles.cu",
+        "read_any<STRIDE>(old, to, at, real, narrow);",
+        "read_any<STRIDE>(old, to, at, real, 0);",
+        "tests/kernel/test_row_codecs.py",
+    ),
+    Mutant(
         "a report after a long collection is no sign of life",
         "collectives/transports/epochs.py",
         "self._probe(place).hear()",

@@ -125,10 +125,10 @@ class Access:
             self._residency.touch(block)
             self._residency.schedule.access(block.number, block.size)
             self.read_ahead()
-            if on == "host":
-                block.settle()
-            else:
+            if on == "device":
                 block.follow(arena.bytes.device)
+            elif write:
+                block.settle()  # a device may read host memory beside others that do
             entry, slot = block.entries[name], block.slot
             assert slot is not None
             return arena.tensor(slot, entry.start, entry.nbytes, DTYPES[entry.dtype], entry.shape)
@@ -147,6 +147,10 @@ class Access:
             if device and block.arena is device:
                 block.mark(device.bytes.device)
             self._catalog.changed.notify_all()
+
+    def used_on(self, name: str, device: torch.device) -> None:
+        with self._catalog.changed:
+            self._catalog.block(name).mark(device)
 
     def _ready(self, name: str, arena: Arena, write: bool, who: object) -> tuple[Block, bool]:
         """Wait until the tensor is in ``arena`` and may be used; return its block, and whether it

@@ -262,6 +262,12 @@ class TieredStore:
         at a time. After the context the tensor is empty. ``async with`` works, too."""
         return self._access.borrow(name, on, write=write)
 
+    def used_on(self, name: str, device: torch.device) -> None:
+        """Note that this thread's stream on ``device`` may still read a tensor, borrowed in host
+        memory, when the context has been left: who writes it next, or frees its memory, waits."""
+        if device.type != "cpu":
+            self._access.used_on(name, device)
+
     def delete(self, name: str) -> None:
         """Delete a tensor. The last commit on disk still has it until the next one."""
         self._check()

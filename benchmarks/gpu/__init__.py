@@ -25,7 +25,7 @@ from typing import Any
 from commpress.cli import harness, terminal
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
-from gpu import codecs, groups, machine, memory, runner, training
+from gpu import codecs, groups, machine, memory, runner, training, two_ranks
 from gpu.runner import Figure, Result, Step
 from shared_options import add_output
 
@@ -43,12 +43,20 @@ STEPS = [
     Step("offloaded", memory.offloaded, 25),
     Step("streaming", memory.streaming, 25),
     Step("nccl_ranks", groups.nccl_ranks, 60, part=2),
+    Step("zero2", two_ranks.zero2, 30, part=2),
+    Step("killed_rank", two_ranks.killed_rank, 50, part=2),
+    Step("aligned_rows", two_ranks.aligned_rows, 30, part=2),
+    Step("second_device", two_ranks.second_device, 30, part=2),
     Step("disk", memory.disk, 90, part=2),
     Step("offloaded_billion", memory.offloaded_billion, 180, part=2),
     Step("streaming_large", memory.streaming_large, 300, part=2),
     Step("largest", memory.largest, 400, part=2),
 ]
 MARK = "<!-- runs are entered below, the last one first -->"
+TABLE = (
+    "\n\n| date | GPU | torch, CUDA, CuPy | steps that held | steps that failed |\n"
+    "| --- | --- | --- | --- | --- |\n"
+)
 HEAD = ["figure", "value", "limit", "value / limit", ""]
 WORD = {True: "ok", False: "MISSED", None: ""}
 
@@ -217,11 +225,7 @@ def enter(page: Path, about: dict[str, Any], results: Sequence[Result]) -> None:
     before, mark, after = text.partition(MARK)
     if not mark:
         raise InvalidArgument(f"{page} has no line {MARK!r}: the table goes below it")
-    head = (
-        "\n\n| date | card | torch, CUDA, CuPy | steps that held | what did not |\n| --- | --- | "
-        "--- | --- | --- |\n"
-    )
-    rest = after.removeprefix(head)
+    rest = after.removeprefix(TABLE)
     held = ", ".join(r.step for r in results if r.holds) or "none"
     missed = (
         "<br>".join(f"{r.step}: {reason(r)[:160]}" for r in results if not r.holds).replace(
@@ -231,4 +235,4 @@ def enter(page: Path, about: dict[str, Any], results: Sequence[Result]) -> None:
     )
     versions = f"{about['torch']}, {about.get('cuda', '')}, {about.get('cupy', '')}"
     row = f"| {about['date']} | {about['card']} | {versions} | {held} | {missed} |\n"
-    page.write_text(before + mark + head + row + rest)
+    page.write_text(before + mark + TABLE + row + rest)

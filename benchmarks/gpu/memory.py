@@ -19,6 +19,8 @@ from commpress.tiered_mem import Options
 from gpu.machine import Machine
 from gpu.runner import Report
 
+# a step against its copies over PCIe and its computing, one after the other
+TOGETHER = 1.5
 COPIED = 0.8  # of the speed of a copy from pinned memory
 MIB = 1 << 20
 SMALL = Options(
@@ -135,12 +137,40 @@ def offloaded(machine: Machine, report: Report, *, million: float = 200.0) -> No
         took = machine.seconds(inner.step, times=3, warm=1)
         report("AdamW with moments in the store", 1e3 * took, "ms")
         report("bytes of state per second", 24 * count / took / 1e9, "GB/s")
+        alone = crossing(machine, 4 * count, 4 * count) + updating(machine, count)
+        against(machine, report, took, alone)
         inner.close()
     worst = max(
         float((p - q).detach().abs().max())
         for p, q in zip(model.parameters(), twin.parameters(), strict=True)
     )
     report("largest difference of a weight after four steps", worst, limit=1e-5, bound="most")
+
+
+def crossing(machine: Machine, up: int, down: int) -> float:
+    """Seconds in which so many bytes cross PCIe each way, one way after the other."""
+    nbytes = machine.size(64 * MIB, MIB // 4)
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=not machine.twin)
+    there = torch.empty(nbytes, dtype=torch.uint8, device=machine.device)
+    rise = machine.seconds(lambda: there.copy_(host, non_blocking=True))
+    fall = machine.seconds(lambda: host.copy_(there, non_blocking=True))
+    return (up * rise + down * fall) / nbytes
+
+
+def updating(machine: Machine, count: int) -> float:
+    """Seconds of the processor's update of so many elements by AdamW, from those of a part."""
+    part = min(count, machine.size(1 << 24, 1 << 10))
+    one = nn.Parameter(torch.zeros(part))
+    one.grad = torch.ones(part)
+    step = torch.optim.AdamW([one], lr=1e-3, fused=True).step
+    return machine.seconds(step, times=3, warm=1) * count / part
+
+
+def against(machine: Machine, report: Report, took: float, alone: float) -> None:
+    """The time of a step against that of its copies over PCIe and its computing."""
+    report("copies over PCIe and computing", 1e3 * alone, "ms")
+    limit = None if machine.twin else TOGETHER
+    report("a step against both", took / alone, "x", limit=limit, bound="most")
 
 
 # ---------------------------------------------------------------- streaming
@@ -162,6 +192,7 @@ def streaming(machine: Machine, report: Report, *, million: float = 400.0) -> No
         "host": machine.size(int(18e6 * million), 8 * MIB),
         "device": machine.size(512 * MIB, MIB),
     }
+    computing = 0.0
     for name in ("plain", "streamed"):
         model = layers(machine, million, width)
         with opened(machine, **budgets) as tiers:
@@ -176,7 +207,14 @@ def streaming(machine: Machine, report: Report, *, million: float = 400.0) -> No
             if not machine.twin:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-            report(f"step, {name}", 1e3 * min(machine.took(step) for _ in range(2)), "ms")
+            took = min(machine.took(step) for _ in range(2))
+            report(f"step, {name}", 1e3 * took, "ms")
+            if name == "plain":
+                computing = took
+            else:
+                count = sum(p.numel() for p in model.parameters())
+                copies = crossing(machine, 8 * count, 4 * count)
+                against(machine, report, took, computing + copies + updating(machine, count))
             if not machine.twin:
                 report(
                     f"memory of the device at most, {name}",

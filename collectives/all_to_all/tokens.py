@@ -37,7 +37,7 @@ from commpress.collectives.transports.staged import Scratch
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.kernels.devices import arithmetic
-from commpress.kernels.pieces import Piece, Pieces, cut
+from commpress.kernels.pieces import Piece, Pieces, aligned, cut
 from commpress.work import Steps
 
 T = TypeVar("T")
@@ -159,7 +159,7 @@ class PacketForm:
 
     @cached_property
     def row_bytes(self) -> int:
-        return self.token_bytes + -(-4 * self.extra // 8) * 8
+        return aligned(self.token_bytes + 4 * self.extra)
 
     def pack(
         self, tokens: torch.Tensor, extra: torch.Tensor | None, out: torch.Tensor

@@ -26,7 +26,7 @@ from commpress.codecs.whole_tensors import LowRankCodec
 from commpress.collectives.buckets import one_message
 from commpress.errors import InvalidArgument
 from commpress.kernels.devices import arithmetic
-from commpress.kernels.pieces import width_of
+from commpress.kernels.pieces import aligned, width_of
 
 OPTIONS = ("sign", "bits2", "bits3", "bits4", "int4", "bits6", "int8", "topk-64", "topk-16", "none")
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -149,7 +149,7 @@ def errors_of(gradient: torch.Tensor, codecs: Sequence[str | Codec]) -> list[flo
 
 def bytes_of(numel: int, codec: str, ranks: int) -> int:
     """Payload that one rank sends for a tensor in the two exchanges of an all-reduce."""
-    row = -(-codec_named(codec).row_bytes(width_of(numel, ranks)) // 8) * 8
+    row = aligned(codec_named(codec).row_bytes(width_of(numel, ranks)))
     return 2 * (ranks - 1) * row
 
 

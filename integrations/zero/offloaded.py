@@ -547,7 +547,9 @@ class Offloaded(StoredOptimizer):
                 values.copy_(weights)
         elif not chunk.values:
             for own in chunk.ranges:
-                own.of(self._next.get(own.index, own.parameter)).copy_(own.inside(weights))
+                into = own.of(self._next.get(own.index, own.parameter))
+                into.copy_(own.inside(weights), non_blocking=True)
+                self.store.used_on(chunk.master, into.device)
                 self._count(chunk, own)
 
     def _count(self, chunk: UpdateChunk, own: ChunkRange, *, down: bool = False) -> None:

@@ -164,7 +164,8 @@ class StreamedGroup(FlatGroup):
         """Read this rank's row, which is up to date, from the store."""
         for stored in self.stored:
             with store.borrow(stored.name, write=False) as held:
-                stored.of(row).copy_(held)
+                stored.of(row).copy_(held, non_blocking=True)
+                store.used_on(stored.name, row.device)
             store.crossing.up += stored.numel * self.dtype.itemsize
 
     @torch.no_grad()

@@ -19,6 +19,7 @@ from commpress.integrations.zero.streamed_group import StreamedGroup
 from commpress.integrations.zero.wrapper import copied, options_of
 from commpress.optim.layout import local
 from commpress.tiered_mem import Pending, TieredStore
+from commpress.work import stream_of
 
 WEIGHT, GRADIENT = "weight", "gradient"
 LEAVING = 2  # gradients being written before a wait
@@ -233,7 +234,11 @@ class ParameterGradients:
         flat = self.buffer(chunk)
         for own, g in found:
             mine = own.inside(flat)
-            mine.zero_() if g is None else mine.copy_(own.of(g.contiguous()))
+            if g is None:
+                mine.zero_()
+            else:
+                mine.copy_(own.of(g.contiguous()), non_blocking=True)
+        _arrive(g for _, g in found if g is not None)
         return _clipped(chunk, flat, factor)
 
     def square_sum(self) -> float:
@@ -253,8 +258,10 @@ class ParameterGradients:
         """Return a buffer for a chunk's values on its tier, with zeros between parameters."""
         if chunk.on not in self._buffers:
             longest = max(c.numel for c in self._chunks if c.on == chunk.on)
-            self._buffers[chunk.on] = torch.zeros(
-                longest, device=self._store.device if chunk.on == "device" else "cpu"
+            self._buffers[chunk.on] = (
+                torch.zeros(longest, device=self._store.device)
+                if chunk.on == "device"
+                else torch.zeros(longest, pin_memory=_on_card(self._chunks))
             )
         flat = self._buffers[chunk.on][: chunk.numel]
         return flat.zero_() if chunk.gaps else flat
@@ -304,7 +311,8 @@ class StoredGradients(ParameterGradients):
         for chunk in chunks:
             for own in chunk.ranges:
                 self._ranges.setdefault(own.parameter, []).append((chunk, own))
-        self._scratch = torch.zeros(max(c.numel for c in chunks))
+        longest = max(c.numel for c in chunks)
+        self._scratch = torch.zeros(longest, pin_memory=_on_card(chunks))
 
     def hook(self, parameter: torch.Tensor) -> Any:
         return parameter.register_post_accumulate_grad_hook(self._arrived)
@@ -352,12 +360,13 @@ class StoredGradients(ParameterGradients):
         if not there:
             flat = self._scratch[: chunk.numel].zero_()
             for own, value in values.items():
-                own.inside(flat).copy_(value)
+                own.inside(flat).copy_(value, non_blocking=True)
+            _arrive(values.values())
             self._store.put(name, flat)
         else:
             with self._store.borrow(name) as held:
-                for own, value in values.items():
-                    mine, value = own.inside(held), value.to(held.device)
+                for own, value in self._on_host(values).items():
+                    mine = own.inside(held)
                     mine.add_(value) if own in there else mine.copy_(value)
         self._store.crossing.down += sum(value.nbytes for value in values.values())
         there.update(values)
@@ -376,6 +385,15 @@ class StoredGradients(ParameterGradients):
                 self._leaving.append(self._store.evict(name))
             if len(self._leaving) > LEAVING:
                 self._leaving.pop(0).wait()
+
+    def _on_host(self, values: dict[ChunkRange, torch.Tensor]) -> dict[ChunkRange, torch.Tensor]:
+        """Return values of one chunk on the host, those of a device by way of pinned memory."""
+        there = {own: value for own, value in values.items() if value.device.type != "cpu"}
+        staged = {own: own.inside(self._scratch) for own in there}
+        for own, value in there.items():
+            staged[own].copy_(value, non_blocking=True)
+        _arrive(there.values())
+        return values | staged
 
     def _square(self, chunk: UpdateChunk) -> float:
         with self._store.borrow(chunk.name(GRADIENT), write=False) as held:
@@ -426,6 +444,18 @@ class StoredGradients(ParameterGradients):
         leaving, self._leaving = self._leaving, []
         for pending in leaving:
             pending.wait()
+
+
+def _on_card(chunks: Sequence[UpdateChunk]) -> bool:
+    """Return whether parameters are on CUDA, so that memory for their gradients is pinned."""
+    return any(local(own.parameter).is_cuda for chunk in chunks for own in chunk.ranges)
+
+
+def _arrive(values: Iterable[torch.Tensor]) -> None:
+    """Wait once for what this thread's streams copy from the devices of ``values`` to the host."""
+    for device in {value.device for value in values}:
+        if (stream := stream_of(device)) is not None:
+            stream.synchronize()
 
 
 def _clipped(

@@ -26,34 +26,33 @@ __device__ __forceinline__ void read_mean(f32 (&c)[COUNT], const byte *rows, int
 
 // Every row of every piece into the buffer, or added to it.
 extern "C" __global__ void __launch_bounds__(THREADS)
-decode_rows(const byte *message, int64 stride, float gain, int add, float *out, const int64 *columns, int lines,
-            int tiles, int rows, int rank) {
+decode_rows(const byte *message, int64 stride, float gain, int add, void *out, int narrow, const int64 *columns,
+            int lines, int tiles, int rows, int rank) {
     const Tile tile = this_tile<DECODE_TILE>(Table{columns, lines, tiles, rows, rank});
     const byte *row = message + tile.row * stride + tile.column;
-    f32 *to = (f32 *)out + tile.source;
     const f32 absent = number(add ? ~MAGNITUDE : 0); // in place of what is not sent: x + -0 is x, for -0 too
     if (at_once<APART, DECODE_ITEMS>(tile)) {
         f32 v[DECODE_ITEMS];
         read_items<true, APART>(v, row, tile, 0, f32{gain}, absent);
-        if (add) add_floats<APART>(v, to, tile.real);
-        write_floats<APART>(to, v, tile.real);
+        if (add) add_any<APART>(v, out, tile.source, tile.real, narrow);
+        write_any<APART>(out, tile.source, v, tile.real, narrow);
         return;
     }
     for (int at = 0; at < tile.real; at += TILE) {
         const int real = min(tile.real - at, TILE);
         f32 v[ITEMS];
         read_items<false, APART>(v, row, tile, at, f32{gain}, absent);
-        if (add) add_floats<APART>(v, to + at, real);
-        write_floats<APART>(to + at, v, real);
+        if (add) add_any<APART>(v, out, tile.source + at, real, narrow);
+        write_any<APART>(out, tile.source + at, v, real, narrow);
     }
 }
 
 // The mean of the senders' versions of one row into the shard.
 extern "C" __global__ void __launch_bounds__(THREADS)
-decode_mean(const byte *received, int64 stride, int senders, float *out, const int64 *columns, int lines, int tiles,
-            int rows, int rank) {
+decode_mean(const byte *received, int64 stride, int senders, void *out, int narrow, const int64 *columns, int lines,
+            int tiles, int rows, int rank) {
     const Tile tile = this_tile<TILE>(Table{columns, lines, tiles, rows, rank});
     f32 c[ITEMS];
     read_mean<APART>(c, received, stride, senders, f32{(float)senders}, tile);
-    write_floats<APART>((f32 *)out + tile.residual_at, c, tile.real);
+    write_any<APART>(out, tile.residual_at, c, tile.real, narrow);
 }

@@ -1,7 +1,8 @@
 // Floats, or the mean of other rows, to rows of bytes and the residual that stays behind: what all families share.
 
 struct Job {
-    const f32 *x;
+    const void *x; // f32, or bf16 if ``narrow``
+    int narrow;
     f32 gain; // of x; of a mean: what the sum of the rows is divided by
     const byte *received; // in place of x: the rows to average
     int64 received_stride;
@@ -23,11 +24,12 @@ struct Job {
 
 // Every kernel from here on has the same parameters.
 #define PARAMETERS                                                                                                     \
-    const float *x, float gain, const byte *received, int64 received_stride, int senders, const float *residual,       \
-        const float *residual_scale, byte *message, int64 stride, byte *flag, float *new_residual, float *new_scale,   \
-        unsigned key, const int64 *columns, int lines, int tiles, int rows, int rank, float *totals
+    const void *x, int narrow, float gain, const byte *received, int64 received_stride, int senders,                   \
+        const float *residual, const float *residual_scale, byte *message, int64 stride, byte *flag,                   \
+        float *new_residual, float *new_scale, unsigned key, const int64 *columns, int lines, int tiles, int rows,     \
+        int rank, float *totals
 #define JOB                                                                                                            \
-    Job{(const f32 *)x, f32{gain}, received, received_stride, senders, (const f32 *)residual,                          \
+    Job{x, narrow, f32{gain}, received, received_stride, senders, (const f32 *)residual,                               \
         (const f32 *)residual_scale, message, stride, flag, (f32 *)new_residual, (f32 *)new_scale, key,                \
         Table{columns, lines, tiles, rows, rank}, (f32 *)totals}
 
@@ -38,7 +40,7 @@ template <bool MEAN, int STRIDE>
 __device__ __forceinline__ void compensate(f32 (&c)[ITEMS], const Job &job, const Tile &tile) {
     const f32 lazy = job.residual_scale ? job.residual_scale[tile.scale] : f32{0}; // first: the others wait for it
     if (MEAN) read_mean<STRIDE>(c, job.received, job.received_stride, job.senders, job.gain, tile);
-    else read_floats<STRIDE>(c, job.x + tile.source, tile.real);
+    else read_any<STRIDE>(c, job.x, tile.source, tile.real, job.narrow);
     if (!job.residual || !tile.feedback) {
 #pragma unroll
         for (int j = 0; j < ITEMS; ++j) c[j] = MEAN ? c[j] : job.gain * c[j];

@@ -196,6 +196,11 @@ def address(tensor: torch.Tensor | None) -> np.uint64:
     return np.uint64(0 if tensor is None else tensor.data_ptr())
 
 
+def _floats(tensor: torch.Tensor | None) -> Scalars:
+    """Return the address of a tensor of the caller, and 1 if its elements are bfloat16."""
+    return address(tensor), np.int32(tensor is not None and tensor.dtype == torch.bfloat16)
+
+
 def _check_message(message: torch.Tensor, pieces: Pieces) -> None:
     if (
         message.dtype != torch.uint8
@@ -211,14 +216,16 @@ def _check_message(message: torch.Tensor, pieces: Pieces) -> None:
 
 
 def _check_floats(device: torch.device, **floats: tuple[torch.Tensor | None, int]) -> None:
-    """Check that each tensor is absent or has enough contiguous float32 elements on ``device``."""
+    """Check that each tensor is absent or has enough contiguous float32 elements on ``device``;
+    ``x`` and ``out`` may be bfloat16."""
     for name, (tensor, numel) in floats.items():
         if tensor is None:
             continue
-        if tensor.dtype != torch.float32 or tensor.numel() < numel or not tensor.is_contiguous():
+        known = (torch.float32, torch.bfloat16) if name in ("x", "out") else (torch.float32,)
+        if tensor.dtype not in known or tensor.numel() < numel or not tensor.is_contiguous():
             raise InvalidArgument(
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}, "
-                f"expected {numel} consecutive float32"
+                f"expected {numel} consecutive {' or '.join(str(d)[6:] for d in known)}"
             )
         if tensor.device != device:
             raise InvalidArgument(
@@ -260,7 +267,7 @@ def _encode_any(
     if scales is None and pieces.row_scales:
         scales = torch.empty(len(pieces.table) * rows, dtype=torch.float32, device=device)
     before: Scalars = (
-        address(x),
+        *_floats(x),
         np.float32(gain),
         address(received),
         np.int64(0 if received is None else received.stride(0)),
@@ -315,9 +322,9 @@ def encode(
     """Encode c = gain · x + residual into the rows of ``message``; set new_residual := c − decoded,
     and flag := 1 if something is not finite.
 
-    With ``new_scale`` float32[pieces · rows] the residual of pieces with one scale per row is lazy:
-    new_residual := c there, and c − scale · sgn(c) is computed when it is passed again with
-    ``residual_scale``.
+    ``x`` is float32 or bfloat16. With ``new_scale`` float32[pieces · rows] the residual of pieces
+    with one scale per row is lazy: new_residual := c there, and c − scale · sgn(c) is computed when
+    it is passed again with ``residual_scale``.
     """
     scales = len(pieces.table) * message.shape[0]
     _check_message(message, pieces)
@@ -404,17 +411,17 @@ def decode(
     add: bool = False,
 ) -> Iterator[Launch]:
     """Decode all rows into ``out``, or add them to it; each scale is multiplied by ``gain`` before
-    its codes."""
+    its codes. ``out`` is float32 or bfloat16."""
     rows = message.shape[0]
     _check_message(message, pieces)
     _check_floats(message.device, out=(out, _buffer_numel(pieces)))
     for group in _groups(pieces, message.device):
-        args = (
+        args: Scalars = (
             address(message),
             np.int64(message.stride(0)),
             np.float32(gain),
             np.int32(add),
-            address(out),
+            *_floats(out),
         )
         table = group.table(rows, EVERY_ROW, decode=True)
         yield Launch(
@@ -431,16 +438,16 @@ def decode(
 def decode_mean(
     received: torch.Tensor, out: torch.Tensor, pieces: Pieces, rank: int
 ) -> Iterator[Launch]:
-    """Set out[pieces.shard] to the mean of the P received versions of row ``rank``, summed in rank
-    order, then divided by P."""
+    """Set out[pieces.shard], float32 or bfloat16, to the mean of the P received versions of row
+    ``rank``, summed in rank order, then divided by P."""
     _check_message(received, pieces)
     _check_floats(received.device, out=(out, pieces.shard))
     for group in _groups(pieces, received.device):
-        args = (
+        args: Scalars = (
             address(received),
             np.int64(received.stride(0)),
             np.int32(received.shape[0]),
-            address(out),
+            *_floats(out),
         )
         yield Launch(
             "decode_mean",

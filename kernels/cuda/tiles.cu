@@ -100,41 +100,66 @@ __device__ __forceinline__ void turn(f32 (&v)[ITEMS]) {
     __syncwarp(); // before the next turn
 }
 
+// A float of 16 bits as it lies in a caller's tensor: a float32 without its lower half.
+struct bf16 {
+    unsigned short bits;
+};
+
+__device__ __forceinline__ f32 wide(f32 a) { return a; }
+__device__ __forceinline__ f32 wide(bf16 a) { return number((unsigned)a.bits << 16); }
+__device__ __forceinline__ void put(f32 *to, f32 a) { *to = a; }
+__device__ __forceinline__ void put(bf16 *to, f32 a) { // to nearest, ties to even; NaN stays NaN
+    to->bits = (unsigned short)((pattern(a) & MAGNITUDE) > INFINITE ? 0x7fc0 : to_bf16(a));
+}
+
 // A full tile needs no condition per item, so all loads of a thread are in flight at once.
-template <int STRIDE, int COUNT>
-__device__ __forceinline__ void read_floats(f32 (&v)[COUNT], const f32 *from, int real) {
+template <int STRIDE, int COUNT, class T>
+__device__ __forceinline__ void read_floats(f32 (&v)[COUNT], const T *from, int real) {
     constexpr int STEP = STRIDE == 1 ? 32 : STRIDE;
     const int base = item_base<STEP, COUNT>();
     if (real == THREADS * COUNT) {
 #pragma unroll
-        for (int j = 0; j < COUNT; ++j) v[j] = from[base + j * STEP];
+        for (int j = 0; j < COUNT; ++j) v[j] = wide(from[base + j * STEP]);
     } else {
 #pragma unroll
-        for (int j = 0; j < COUNT; ++j) v[j] = base + j * STEP < real ? from[base + j * STEP] : f32{0};
+        for (int j = 0; j < COUNT; ++j) v[j] = base + j * STEP < real ? wide(from[base + j * STEP]) : f32{0};
     }
     if constexpr (STRIDE == 1) turn<32, 1>(v);
 }
 
+// Of a tensor of either type, from element ``at`` on.
 template <int STRIDE, int COUNT>
-__device__ __forceinline__ void add_floats(f32 (&v)[COUNT], const f32 *to, int real) {
+__device__ __forceinline__ void read_any(f32 (&v)[COUNT], const void *from, int64 at, int real, int narrow) {
+    if (narrow) read_floats<STRIDE>(v, (const bf16 *)from + at, real);
+    else read_floats<STRIDE>(v, (const f32 *)from + at, real);
+}
+
+template <int STRIDE, int COUNT>
+__device__ __forceinline__ void add_any(f32 (&v)[COUNT], const void *to, int64 at, int real, int narrow) {
     f32 old[COUNT];
-    read_floats<STRIDE>(old, to, real);
+    read_any<STRIDE>(old, to, at, real, narrow);
 #pragma unroll
     for (int j = 0; j < COUNT; ++j) v[j] = old[j] + v[j];
 }
 
 // With STRIDE = 1 ``v`` is used up.
-template <int STRIDE, int COUNT>
-__device__ __forceinline__ void write_floats(f32 *to, f32 (&v)[COUNT], int real) {
+template <int STRIDE, int COUNT, class T>
+__device__ __forceinline__ void write_floats(T *to, f32 (&v)[COUNT], int real) {
     constexpr int STEP = STRIDE == 1 ? 32 : STRIDE;
     const int base = item_base<STEP, COUNT>();
     if constexpr (STRIDE == 1) turn<1, 32>(v);
     if (real == THREADS * COUNT) {
 #pragma unroll
-        for (int j = 0; j < COUNT; ++j) to[base + j * STEP] = v[j];
+        for (int j = 0; j < COUNT; ++j) put(to + base + j * STEP, v[j]);
     } else {
 #pragma unroll
         for (int j = 0; j < COUNT; ++j)
-            if (base + j * STEP < real) to[base + j * STEP] = v[j];
+            if (base + j * STEP < real) put(to + base + j * STEP, v[j]);
     }
+}
+
+template <int STRIDE, int COUNT>
+__device__ __forceinline__ void write_any(void *to, int64 at, f32 (&v)[COUNT], int real, int narrow) {
+    if (narrow) write_floats<STRIDE>((bf16 *)to + at, v, real);
+    else write_floats<STRIDE>((f32 *)to + at, v, real);
 }

@@ -23,6 +23,7 @@ from commpress.feedback import ErrorFeedback
 from commpress.kernels import low_rank as torch_low_rank
 from commpress.kernels.cpu import low_rank as cpu_low_rank
 from commpress.kernels.matrices import Matrix, stack
+from commpress.kernels.pieces import aligned
 from recorded import Recorded
 
 CPU = torch.device("cpu")
@@ -303,7 +304,7 @@ def test_factors_are_counted_in_the_bytes_of_their_codec():
     run = Run([(64, 128), (64, 128)], 4, 2, factors="fp8")
     run.reduce(gradients(2, run.numel, 0))
     numels = 2 * (4 * 64, 4 * 128)  # of P and of Q, half of each to the other rank
-    rows = [-(-codec_named("fp8").row_bytes(n // 2) // 8) * 8 for n in numels]
+    rows = [aligned(codec_named("fp8").row_bytes(n // 2)) for n in numels]
     assert run.transports[0].sent_bytes == 2 * sum(rows) + 4 * 64
     assert run.plans[0].sent_bytes(2) == run.transports[0].sent_bytes
     codec = codec_named("powersgd-4+fp8")

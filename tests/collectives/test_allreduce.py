@@ -23,7 +23,7 @@ from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.collectives.transports.transport import InFront
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
-from commpress.kernels.pieces import width_of
+from commpress.kernels.pieces import aligned, width_of
 from recorded import Recorded
 from variants import few
 
@@ -260,7 +260,7 @@ def test_bytes_are_those_of_the_formula_and_a_channel_counts_them(size):
     numel, recorded = 64 * size * 16, [Recorded(t) for t in Loopback(size).transports()]
     channels = [Channel(t) for t in recorded]
     reduced(torch.ones(numel), SignCodec(block=0), [c.transport for c in channels])
-    row = HEADER + -(-(numel // size // 8 + 4) // 8) * 8
+    row = HEADER + aligned(numel // size // 8 + 4)
     for channel, transport in zip(channels, recorded, strict=True):
         assert transport.operations == ["all_to_all", "all_gather"]
         assert channel.sent_bytes == transport.sent_bytes == 2 * (size - 1) * row

@@ -17,7 +17,7 @@ from commpress.collectives.frame import HEADER
 from commpress.collectives.reduce_scatter import Part, deals, decode_rows, gather_rows, reduce_rows
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.feedback import ErrorFeedback
-from commpress.kernels.pieces import NUMEL, RESIDUAL
+from commpress.kernels.pieces import NUMEL, RESIDUAL, aligned
 from commpress.kernels.reference import row_bytes
 from recorded import Recorded
 from test_allreduce import check_telescoping, gradients
@@ -241,7 +241,7 @@ def test_bytes_are_what_the_codec_says():
     for part in world.parts:
         codec = codec_named("none" if part.name == "bias" else "int8")
         width = -(-part.width // 8) * 8
-        want += -(-row_bytes(codec.kind, width, codec.block) // 8) * 8
+        want += aligned(row_bytes(codec.kind, width, codec.block))
     assert [t.sent_bytes for t in world.transports] == [3 * want] * 4
     assert [t.operations for t in world.transports] == [["all_to_all"]] * 4
 

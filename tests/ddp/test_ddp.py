@@ -14,7 +14,7 @@ from commpress.codecs import ByName, SignCodec
 from commpress.codecs.family import NAMES
 from commpress.codecs.policy import Same
 from commpress.collectives.frame import HEADER
-from commpress.kernels.pieces import width_of
+from commpress.kernels.pieces import aligned, width_of
 from ddp_twin import (
     MIN_NUMEL,
     WIDTH,
@@ -163,7 +163,7 @@ def test_counters_count_what_the_formulas_say(pool, size):
         name: NAMES["sign" if numel >= MIN_NUMEL else "none"] for name, numel in numels.items()
     }
     row = (
-        sum(-(-codecs[n].row_bytes(width_of(numel, size)) // 8) * 8 for n, numel in numels.items())
+        sum(aligned(codecs[n].row_bytes(width_of(numel, size))) for n, numel in numels.items())
         + HEADER
     )
     for trained in pool.run(train, plan, size=size):

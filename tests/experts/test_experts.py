@@ -19,6 +19,7 @@ from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.integrations.experts.codec_measurement import fastest
 from commpress.kernels import reference
+from commpress.kernels.pieces import aligned
 from expert_batch import Batch, applied, through
 from ranks import caught
 from recorded import Recorded
@@ -308,8 +309,8 @@ def test_bytes_between_nodes(codec, token, k):
     pairs = 2 * sum(home[a] != i for a in home for i in range(3))
     told = sum((HEADER + 16) for a in home for b in home if home[a] != home[b])
     expected = told + crossing * (8 + 4 * k) + pairs // 2 * HEADER  # which experts
-    expected += crossing * (token + 4 * k) + pairs // 2 * HEADER  # out, with gates
-    expected += crossing * token + pairs // 2 * HEADER  # back
+    expected += crossing * aligned(token + 4 * k) + pairs // 2 * HEADER  # out, with gates
+    expected += crossing * aligned(token) + pairs // 2 * HEADER  # back
     sent = sum(t.bytes_to[r] for t in transports for r in home if home[t.rank] != home[r])
     assert sent == expected
     assert sum(e.counters.between_bytes for e in exchanges) == sent

@@ -46,6 +46,7 @@ def on(request, monkeypatch):
     return twin.Side(cuda, "cpu", libraries)
 
 
+NARROW = (reference.FP32, reference.BF16, reference.INT8, reference.SIGN_L1)
 every_side = pytest.mark.parametrize("on", ["cpu", *CUDA], indirect=True)
 cuda_sides = pytest.mark.parametrize("on", CUDA, indirect=True)
 
@@ -236,36 +237,50 @@ def test_every_code_decodes_as_the_law_says(on, kind):
 # ---------------------------------------------------------------- of one side alone
 
 
+def drawn_halves(on, numel):
+    """bfloat16 in the middle of a longer tensor, at an odd multiple of two bytes."""
+    room = torch.full((numel + 2,), 7.0, dtype=torch.bfloat16, device=on.device)
+    room[1:-1] = torch.from_numpy(on.sample(numel, 3)).bfloat16().to(on.device)
+    return room, room[1:-1]
+
+
+@every_side
 @pytest.mark.parametrize("numel", [1, 65, 5003])
-def test_bfloat16_in_and_out_is_float32_and_a_cast(numel):
-    x = torch.from_numpy(twin.sample(numel, 3, 4.0)).bfloat16()
-    for kind in (reference.FP32, reference.BF16, reference.INT8, reference.SIGN_L1):
+def test_bfloat16_in_and_out_is_float32_and_a_cast(on, numel):
+    kernels, (_, x) = on.kernels, drawn_halves(on, numel)
+    for kind in (*NARROW, reference.BITS | 5 << 8, reference.TOP | 5 << 8):
         pieces = single(numel, 1, kind, 64)
-        received, flags = (
-            [twin.MessageRows(1, pieces, 3, "cpu").rows for _ in range(2)],
-            torch.zeros(2, dtype=torch.uint8),
-        )
+        received = [twin.MessageRows(1, pieces, 3, on.device).rows for _ in range(2)]
+        left = torch.zeros(2, numel, device=on.device)
+        flags = torch.zeros(2, dtype=torch.uint8, device=on.device)
         for i, given_ in enumerate((x, x.float())):
-            cpu.encode(given_, received[i], flags[i : i + 1], pieces)
-        assert torch.equal(*received)
+            owed = {"residual": left[i].fill_(0.25), "new_residual": left[i]}
+            kernels.encode(given_, received[i], flags[i : i + 1], pieces, gain=1.5, **owed)
+        assert torch.equal(*(row[:, : pieces.row_bytes] for row in received))
+        assert torch.equal(*left)
         assert flags.tolist() == [0, 0]
-        wide, narrow, added, mean = torch.zeros(numel), x.clone(), x.clone(), x.clone()
-        cpu.decode(received[0], wide, pieces)
-        cpu.decode(received[0], narrow, pieces)
-        cpu.decode(received[0], added, pieces, add=True)
-        cpu.decode_mean(received[0], mean, pieces, 0)
+        wide = torch.zeros(numel, device=on.device)
+        (room, narrow), (more, added) = (drawn_halves(on, numel) for _ in range(2))
+        rest, mean = drawn_halves(on, pieces.shard)
+        on.turn().kernels.decode(received[0], wide, pieces)
+        kernels.decode(received[0], narrow, pieces)
+        kernels.decode(received[0], added, pieces, add=True)
+        kernels.decode_mean(received[0], mean, pieces, 0)
         assert torch.equal(narrow, wide.bfloat16())
         assert torch.equal(added, (x.float() + wide).bfloat16())
-        assert torch.equal(mean, narrow)
+        assert torch.equal(mean[:numel], narrow)
+        for around in (room, more, rest):
+            assert around[[0, -1]].tolist() == [7.0, 7.0]
     pieces = single(numel, 1, reference.FP32, 64)
-    for value in (float("nan"), float("inf"), -float("inf"), 3.3895e38):
+    for value in (float("nan"), -float("nan"), float("inf"), -float("inf"), 3.3895e38):
         message, narrow, wide = (
-            twin.MessageRows(1, pieces, 3, "cpu").rows,
+            twin.MessageRows(1, pieces, 3, on.device).rows,
             x.clone(),
-            torch.full((numel,), value),
+            torch.full((numel,), value, device=on.device),
         )
-        cpu.encode(wide, message, flags[:1], pieces)
-        cpu.decode(message, narrow, pieces)
+        wide.view(torch.int32)[wide.isnan()] |= 0x3FFFFF  # a NaN that rounding would overflow
+        kernels.encode(wide, message, flags[:1], pieces)
+        kernels.decode(message, narrow, pieces)
         assert torch.equal(narrow.isnan(), wide.isnan())
         assert torch.equal(narrow.nan_to_num(7.0), wide.bfloat16().nan_to_num(7.0))
 

@@ -12,7 +12,7 @@ from commpress.codecs import codec_named
 from commpress.collectives import owners
 from commpress.collectives.frame import HEADER
 from commpress.errors import Mismatch, StateMismatch
-from commpress.kernels.pieces import width_of
+from commpress.kernels.pieces import aligned, width_of
 from commpress.optim.muon import orthogonalised, owners_of
 from optim_twin import Replicas, equal, mean, noise, start
 from ranks import refused
@@ -220,7 +220,7 @@ def test_ranks_have_the_same_bits_and_nothing_is_lost(size, options):
 
 
 def row(codec, numel):
-    return -(-codec_named(codec).row_bytes(-(-numel // 8) * 8) // 8) * 8
+    return aligned(codec_named(codec).row_bytes(-(-numel // 8) * 8))
 
 
 @pytest.mark.parametrize(("size", "codecs"), few([2, 3, 4], [("int8", "int4"), (None, None)]))
@@ -240,7 +240,7 @@ def test_every_byte_is_counted(size, codecs):
     }
     others = [math.prod(shape) for shape in SHAPES if len(shape) != 2]
     rest = [
-        -(-codec_named(there if n >= 1024 else "none").row_bytes(width_of(n, size)) // 8) * 8
+        aligned(codec_named(there if n >= 1024 else "none").row_bytes(width_of(n, size)))
         for n in others
     ]
     wanted = (size - 1) * (4 * HEADER + longest[there] + longest[back] + 2 * sum(rest))
