@@ -13,7 +13,7 @@ from commpress.collectives import owners
 from commpress.collectives.frame import HEADER
 from commpress.errors import Mismatch, StateMismatch
 from commpress.kernels.pieces import width_of
-from commpress.optim.muon import orthogonalised, owners_of
+from commpress.optim.newton_schulz import orthogonalised, owners_of
 from optim_twin import Replicas, equal, mean, noise, start
 from ranks import refused
 from variants import few
@@ -467,7 +467,7 @@ def test_wrong_uses_are_refused_at_construction():
             "no matrix": lambda: commpress.Muon([{"params": p, "use_muon": True}]),
             "mixed": lambda: commpress.Muon([{"params": p, "lr": 0.1}]),
             "model": lambda: commpress.Muon(torch.nn.Linear(8, 8)),
-            "DTensor": lambda: commpress.Muon([cut]),
+            "DTensor": lambda: commpress.Muon([p[0], cut]),
             "late": lambda: made_one.add_param_group({"params": [torch.zeros(4, 4)]}),
             "scaler": scaled,
         }
@@ -488,7 +488,7 @@ def test_wrong_uses_are_refused_at_construction():
         "no matrix": "a tensor of shape (8,), which is no matrix",
         "mixed": "group 0 has lr=0.1 and both matrices and other",
         "model": "params is a Linear",
-        "DTensor": "is a DTensor",
+        "DTensor": "is a plain tensor and others are DTensors",
         "late": "construct Muon with all parameters",
         "scaler": "called by a GradScaler",
     }
