@@ -240,6 +240,27 @@ MUTANTS = [
         "tests/optim/test_muon_shards.py",
     ),
     Mutant(
+        "experts in one tensor share a norm",
+        "commpress/optim/newton_schulz.py",
+        "torch.stack([each.norm() for each in x])[:, None, None]",
+        "x.norm()",
+        "tests/optim/test_muon.py",
+    ),
+    Mutant(
+        "parts of a matrix have the rate of the whole",
+        "commpress/optim/newton_schulz.py",
+        "(count, weights.shape[-1])",
+        "weights.shape[-2:]",
+        "tests/optim/test_muon.py",
+    ),
+    Mutant(
+        "rows in the middle take the rates of the first rows",
+        "commpress/optim/newton_schulz.py",
+        "    first = -begin",
+        "    first = 0",
+        "tests/optim/test_muon_shards.py",
+    ),
+    Mutant(
         "the pieces of an owned matrix arrive at one place",
         "collectives/owners.py",
         "place=part.at + first,",

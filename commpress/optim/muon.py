@@ -55,13 +55,12 @@ from commpress.logs import warn_on_first
 from commpress.optim.flat import Flat, adam_step
 from commpress.optim.layout import alike, local, named_parameters, refuse_held, tensors_in
 from commpress.optim.muon_shards import MuonShards, mesh_of, rows_joined, rows_state
-from commpress.optim.newton_schulz import adjusted, direction, owners_of
+from commpress.optim.newton_schulz import direction, move, owners_of
 from commpress.optim.optimizer import (
     OptimizerCounters,
     bits_of,
     check_numbers,
     checksum_of,
-    decay_of,
     different_from_first,
     loss_of,
 )
@@ -80,14 +79,18 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
     the ranks in ``step()``.
 
     Gradients must be each rank's own: run the model without DistributedDataParallel, or call
-    ``commpress.keep_local(ddp)``. All ranks begin with the same weights. Under ``fully_shard``, on a
-    mesh of one dimension, gradients are averaged already: only rows of matrices travel, to their
+    ``commpress.keep_local(ddp)``. All ranks begin with the same weights. Under ``fully_shard``, on
+    a mesh of one dimension, gradients are averaged already: only rows of matrices travel, to their
     owners and back.
 
     A tensor of two dimensions is a matrix, unless its group says ``use_muon=False``, as it should
     of embeddings and output layers: ``[{"params": hidden}, {"params": rest, "use_muon": False,
     "lr": 3e-4}]``. Momentum of a matrix is on its owner alone, AdamW's state on every rank; both
     are float32, and half-precision parameters have float32 master weights.
+
+    Each of several matrices in one tensor is orthogonalised by itself: with ``"use_muon": True`` a
+    tensor of three dimensions is a batch of them, as experts are, and ``"split": (64, 16, 16)``
+    divides the rows of a group's matrices, into query, key and value or into heads.
 
     - ``momentum``, ``nesterov``, ``ns_coefficients``, ``ns_steps``, ``adjust_lr_fn``: as in torch.
     - ``adamw``: options of ``torch.optim.AdamW`` for tensors that are no matrices; ``lr``,
@@ -163,8 +166,11 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
         if mesh is None:
             self._place(there, back, lossless=lossless)
         else:
-            codecs = {"there": there, "back": back, "lossless": lossless}
-            self.shards = MuonShards(self.flat, self.matrices, self.channel, **codecs)
+            among = self.groups, self.channel
+            self.shards = MuonShards(self.flat, *among, there, back, lossless=lossless)
+            for i, momentum in self.shards.batches.items():
+                p = self.flat.parameters[i]
+                self.state[p]["momentum_buffer"] = alike(momentum, p)
         for name, mine in self._mine().items():
             i = self.flat.names.index(name)
             self.state[self.flat.parameters[i]]["momentum_buffer"] = mine["momentum_buffer"]
@@ -183,7 +189,11 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
 
     def _place(self, there: Codec, back: Codec, *, lossless: bool) -> None:
         flat, size, device = self.flat, self.channel.size, self.flat.device
-        owners = owners_of([flat.shapes[i] for i in self.matrices], size)
+        owners = owners_of(
+            [flat.shapes[i] for i in self.matrices],
+            size,
+            [self.groups[i].get("split") for i in self.matrices],
+        )
         spans, among = self._spans(self.matrices), (self.channel, device)
         self.gradients = Owners(spans, owners, there, *among)
         self.updates = Owners(spans, owners, back, *among, feedback=False)
@@ -330,10 +340,7 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
                 torch.sub(sent, decoded.view(-1), out=self.gradients.view(lacking, j))
         for i in self.matrices:
             if i in trained:
-                group, shape = self.groups[i], flat.shapes[i]
-                flat.weights[i].mul_(decay_of(group))
-                rate = adjusted(float(group["lr"]), group["adjust_lr_fn"], shape)
-                flat.weights[i].add_(flat.view(self.work, i), alpha=-rate)
+                move(flat.weights[i], flat.view(self.work, i), self.groups[i])
         means = {i: flat.view(self.work, i) for i in self.others}
         for i in means.keys() - trained:
             momentum, rest = self._state(i, "exp_avg"), 1 - self.groups[i]["betas"][0]
@@ -427,6 +434,8 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
         kept = {flat.names[i]: {k: self._state(i, k) for k in MOMENTS} for i in self.others}
         for i in flat.shadowed:
             kept.setdefault(flat.names[i], {})["master"] = flat.weights[i]
+        for i, momentum in self.shards.batches.items() if self.shards is not None else ():
+            kept.setdefault(flat.names[i], {})["momentum_buffer"] = momentum
         return kept
 
     def schedule(self) -> State:
@@ -541,13 +550,13 @@ def divided(params: Any, adamw: Mapping[str, Any]) -> list[dict[str, Any]]:
         parts: dict[bool, list[Any]] = {True: [], False: []}
         for each in [every] if isinstance(every, torch.Tensor) else every:
             (tensor,) = tensors_in([each])
-            if chosen and tensor.ndim != 2:
+            if chosen and tensor.ndim not in (2, 3):
                 raise InvalidArgument(
                     f"use_muon of group {number} is True and it has a tensor of shape "
-                    f"{tuple(tensor.shape)}, which is no matrix: leave use_muon out, or give that "
-                    "tensor another group"
+                    f"{tuple(tensor.shape)}, which is no matrix and no batch of matrices: leave "
+                    "use_muon out, or give that tensor another group"
                 )
-            parts[chosen is not False and tensor.ndim == 2].append(each)
+            parts[chosen is not False and tensor.ndim in ((2, 3) if chosen else (2,))].append(each)
         both = sorted({"lr", "eps"} & options.keys())
         if all(parts.values()) and both:
             raise InvalidArgument(
@@ -590,6 +599,14 @@ def check_matrices(group: Mapping[str, Any]) -> None:
         if not float(group[name]) >= 0:
             raise InvalidArgument(f"{name} is {group[name]!r}, expected a number of at least 0")
     check_counts(ns_steps=group["ns_steps"])
+    split = group.get("split")
+    for tensor in tensors_in([group]) if split is not None else ():
+        if min(split, default=0) < 1 or sum(split) != tensor.shape[-2]:
+            raise InvalidArgument(
+                f"split is {split!r} and a tensor of its group has shape {tuple(tensor.shape)}: "
+                f"expected numbers of rows that add up to {tensor.shape[-2]}; give tensors that "
+                "divide otherwise a group of their own"
+            )
     for name, fits, expected in (
         ("ns_steps", group["ns_steps"] < 100, "less than 100"),
         ("ns_coefficients", len(group["ns_coefficients"]) == 3, "three numbers"),

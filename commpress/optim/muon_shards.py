@@ -19,6 +19,7 @@ import torch
 
 from commpress.codecs import Codec
 from commpress.collectives.allreduce import settle
+from commpress.collectives.buckets import MESSAGE
 from commpress.collectives.channel import Channel
 from commpress.collectives.frame import HEADER
 from commpress.collectives.owned_rows import OwnedRows, Turn, Whole, turns
@@ -27,8 +28,7 @@ from commpress.errors import InvalidArgument, StateMismatch, check_entries
 from commpress.feedback import Key
 from commpress.optim.flat import Flat
 from commpress.optim.layout import box_of, is_cut, local
-from commpress.optim.newton_schulz import adjusted, direction, owners_of
-from commpress.optim.optimizer import decay_of
+from commpress.optim.newton_schulz import direction, move, owners_of
 from commpress.work import Steps
 
 Groups = Sequence[dict[str, Any]]  # the group of each parameter
@@ -36,7 +36,7 @@ Groups = Sequence[dict[str, Any]]  # the group of each parameter
 
 def mesh_of(parameters: Sequence[Any], names: Sequence[str]) -> DeviceMesh | None:
     """Return the mesh whose ranks have rows of every parameter; None if all are whole."""
-    cut = next((p for p in parameters if is_cut(p)), None)
+    cut: Any = next((p for p in parameters if is_cut(p)), None)
     for name, p in zip(names, parameters, strict=True) if cut is not None else ():
         if not is_cut(p):
             raise InvalidArgument(
@@ -60,23 +60,31 @@ def mesh_of(parameters: Sequence[Any], names: Sequence[str]) -> DeviceMesh | Non
 class MuonShards:
     """Matrices of a Muon of which every rank has some rows, and momentum of those it owns.
 
-    - ``numbers``: which parameters are matrices.
+    - ``numbers``: which parameters are matrices that travel.
+    - ``batches``: momentum of parameters with matrices that are whole on their rank, as experts
+      are; none of these travels.
     """
 
     def __init__(
         self,
         flat: Flat,
-        numbers: Sequence[int],
+        groups: Groups,
         channel: Channel,
-        *,
         there: Codec,
         back: Codec,
+        *,
         lossless: bool,
     ) -> None:
-        self.flat, self.numbers, self.channel = flat, numbers, channel
+        self.flat, self.channel = flat, channel
+        muon = [i for i, group in enumerate(groups) if group["use_muon"]]
+        self.numbers = numbers = [i for i in muon if flat.parameters[i].ndim == 2]
+        self.batches = {
+            i: torch.zeros(flat.shapes[i], device=flat.device) for i in muon if i not in numbers
+        }
         self.shapes = [torch.Size(flat.parameters[i].shape) for i in numbers]
         named = [(flat.names[i], shape) for i, shape in zip(numbers, self.shapes, strict=True)]
-        owners = owners_of(self.shapes, channel.size)
+        splits = [groups[i].get("split") for i in numbers]
+        owners = owners_of(self.shapes, channel.size, splits)
         self.turns = turns(named, owners, channel.size)
         channel.workspace.pooled = True  # messages of turns differ in length
         among = channel, flat.device
@@ -107,7 +115,22 @@ class MuonShards:
         finite = True
         for number, turn in enumerate(self.turns):
             finite &= yield from self._turn(number, turn, groups, trained, key)
+        for i, momentum in self.batches.items():
+            if i in trained:
+                self._batch(i, momentum, groups[i])
         return finite
+
+    def _batch(self, i: int, momentum: torch.Tensor, group: dict[str, Any]) -> None:
+        """Take the step of matrices that are whole on this rank, as many at once as hold a
+        message."""
+        count = max(MESSAGE // self.channel.size // max(momentum[:1].numel(), 1), 1)
+        gradient = self.flat.gradient(i)
+        for first in range(0, len(momentum), count):
+            part = slice(first, first + count)
+            mine = momentum[part]
+            mean = torch.zeros_like(mine) if gradient is None else gradient[part].clone()
+            mine.lerp_(mean, 1 - group["momentum"])
+            move(self.flat.weights[i][part], direction(mean, mine, group), group)
 
     def _turn(
         self, number: int, turn: Turn, groups: Groups, trained: Container[int], key: int
@@ -140,11 +163,11 @@ class MuonShards:
         for key_of, sent in self._lacking(still).items() if finite else ():
             sent.copy_(lacking[key_of])
         for each in turn.tensors if finite else ():
-            i, shape = self.numbers[each.number], self.shapes[each.number]
+            i = self.numbers[each.number]
             if i in trained:
-                rate = adjusted(float(groups[i]["lr"]), groups[i]["adjust_lr_fn"], shape)
-                self.flat.weights[i].mul_(decay_of(groups[i]))
-                self.flat.weights[i].add_(self._rows(each), alpha=-rate)
+                p, weights = self.flat.parameters[i], self.flat.weights[i]
+                begin, rows = box_of(p)["begin"][0], p.shape[0]
+                move(weights, self._rows(each), groups[i], begin, rows)
         return finite
 
     def _rows(self, each: Whole) -> torch.Tensor:

@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import commpress
 from commpress.collectives import owned_rows, owners
+from commpress.collectives.transports.loopback import Loopback
 from commpress.optim import muon_shards
 from commpress.optim.newton_schulz import orthogonalised
 from fsdp_twin import Net
 from optim_twin import equal, start
 from ranks import caught
-from test_muon import EXACT, RATES
+from test_muon import EXACT, FUSED, RATES, fused
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
 # rows that no number of ranks divides, fewer rows than ranks, and others
@@ -148,6 +149,38 @@ def test_long_matrices_take_turns_and_travel_in_pieces(pool):
     for alike, turns, messages in pool.run(short_messages, size=2):
         assert alike
         assert messages > turns > 2
+
+
+def with_parts():
+    """Beside a run on one rank that has all."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = [torch.nn.Parameter(cut(p, mesh)) for p in start([*FUSED])]
+    whole = [torch.nn.Parameter(p) for p in start([*FUSED])]
+    one = Loopback(1).transport(0)
+    group = commpress.Muon(fused(rows), lr=0.02, **EXACT)
+    alone = commpress.Muon(fused(whole), lr=0.02, **EXACT, transport=one)
+    for step in range(3):
+        for p, q, g in zip(rows, whole, drawn(step, [*FUSED]), strict=True):
+            p.grad, q.grad = cut(g, mesh), g
+        group.step()
+        alone.step()
+    state = group.state_dict()
+    for _ in range(2):  # the second time from what the first began with
+        for p, q in zip(rows, whole, strict=True):
+            p.data.copy_(cut(q.detach(), mesh))
+            p.grad = cut(q.grad, mesh)
+        group.load_state_dict(state)
+        group.step()
+    alone.step()
+    experts = [p.to_local().numel() for p in rows if p.ndim == 3]
+    kept = sum(p.numel() for p in group.shards.batches.values())
+    return equal([p.detach().full_tensor() for p in rows], whole), kept == sum(experts)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_matrices_in_one_tensor_have_the_bits_of_one_rank(pool, size):
+    """Experts stay where they are."""
+    assert pool.run(with_parts, size=size) == [(True, True)] * size
 
 
 def under_fully_shard(codec):
