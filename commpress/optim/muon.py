@@ -168,9 +168,9 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
         else:
             among = self.groups, self.channel
             self.shards = MuonShards(self.flat, *among, there, back, lossless=lossless)
-            for i, momentum in self.shards.batches.items():
+            for i, buffer in self.shards.batches.items():
                 p = self.flat.parameters[i]
-                self.state[p]["momentum_buffer"] = alike(momentum, p)
+                self.state[p]["momentum_buffer"] = alike(buffer, p)
         for name, mine in self._mine().items():
             i = self.flat.names.index(name)
             self.state[self.flat.parameters[i]]["momentum_buffer"] = mine["momentum_buffer"]
@@ -274,9 +274,11 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
         finite, trained = yield from shards.agreed()
         if finite:
             finite = yield from shards.steps(self.groups, trained, key=self.steps_done)
-            gradients = {i: self.flat.gradient(i) for i in self.others if i in trained}
-            zeros = {i: torch.zeros_like(self.flat.weights[i]) for i in gradients}
-            self._adamw({i: zeros[i] if g is None else g for i, g in gradients.items()})
+            means = {}
+            for i in (i for i in self.others if i in trained):
+                gradient = self.flat.gradient(i)
+                means[i] = torch.zeros_like(self.flat.weights[i]) if gradient is None else gradient
+            self._adamw(means)
             self.flat.publish()
         return finite
 
@@ -599,7 +601,7 @@ def check_matrices(group: Mapping[str, Any]) -> None:
         if not float(group[name]) >= 0:
             raise InvalidArgument(f"{name} is {group[name]!r}, expected a number of at least 0")
     check_counts(ns_steps=group["ns_steps"])
-    split = group.get("split")
+    split: Any = group.get("split")
     for tensor in tensors_in([group]) if split is not None else ():
         if min(split, default=0) < 1 or sum(split) != tensor.shape[-2]:
             raise InvalidArgument(

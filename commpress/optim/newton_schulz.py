@@ -18,9 +18,9 @@ def orthogonalised(
     a, b, c = coefficients
     x, tall = update.bfloat16(), update.shape[-2] > update.shape[-1]
     x = x.mT if tall else x
-    add, norm = torch.addmm, x.norm() if x.ndim == 2 else None
-    if norm is None:
-        add, norm = torch.baddbmm, torch.stack([each.norm() for each in x])[:, None, None]
+    alone = x.ndim == 2
+    add: Any = torch.addmm if alone else torch.baddbmm
+    norm = x.norm() if alone else torch.stack([each.norm() for each in x])[:, None, None]
     x = x / norm.clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.mT

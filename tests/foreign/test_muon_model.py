@@ -155,9 +155,17 @@ def furthest(kind):
     return far, still, sum(p.ndim == 3 for p, _ in pairs)
 
 
+SLOW = pytest.mark.slow  # the others of each kind
+
+
 @pytest.mark.parametrize(
     ("kind", "size", "fused"),
-    [("gpt2", 2, 0), ("qwen2_moe", 3, 4), pytest.param("qwen2_moe", 1, 4, marks=pytest.mark.slow)],
+    [
+        ("gpt2", 2, 0),
+        ("qwen2_moe", 3, 4),
+        *(pytest.param("gpt2", size, 0, marks=SLOW) for size in (1, 3)),
+        *(pytest.param("qwen2_moe", size, 4, marks=SLOW) for size in (1, 2)),
+    ],
 )
 def test_no_weight_of_a_sharded_model_jumps_and_none_stands_still(pool, kind, size, fused):
     for far, still, tensors in pool.run(furthest, kind, size=size):
