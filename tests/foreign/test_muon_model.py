@@ -117,9 +117,8 @@ def divided_groups(model):
 
 
 def furthest(kind):
-    """The furthest move of an element in a step, in units of its rate and the mean size of the
-    update that a twin takes with the same whole gradient; elements that stood still and whose twins
-    moved; how many tensors hold several matrices."""
+    """The furthest move of an element in a step, and the furthest of a twin where an element stood
+    still in all steps, in units of a step's mean size; how many tensors hold several matrices."""
     from tiny_models import MODELS, SHARED, loss_of
     from tiny_models import model as made
 
@@ -135,7 +134,7 @@ def furthest(kind):
     alone = commpress.Muon(divided_groups(twin), transport=Loopback(1).transport(0))
     pairs = list(zip(model.parameters(), twin.parameters(), strict=True))
     begin = [q.detach().clone() for _, q in pairs]
-    far = 0.0
+    far, sizes = 0.0, {}
     for step in range(10):
         optimizer.zero_grad()
         loss_of(model, 100 * step + dist.get_rank(), early=False).backward()
@@ -144,14 +143,16 @@ def furthest(kind):
             q.grad = p.grad.full_tensor()
         optimizer.step()
         alone.step()
-        for (p, q), (was, had) in zip(pairs, before, strict=True):
+        for i, ((p, q), (was, had)) in enumerate(zip(pairs, before, strict=True)):
             size = (q.detach() - had).square().mean().sqrt().item()
             if size:
                 far = max(far, (p.detach().full_tensor() - was).abs().max().item() / size)
-    still = sum(
-        int(((p.detach().full_tensor() == b) & (q != b)).sum())
-        for (p, q), b in zip(pairs, begin, strict=True)
-    )
+                sizes[i] = size
+    still = 0.0
+    for i, size in sizes.items():
+        p, q = pairs[i]
+        stood = p.detach().full_tensor() == begin[i]
+        still = max(still, ((q.detach() - begin[i]).abs() * stood).max().item() / size)
     return far, still, sum(p.ndim == 3 for p, _ in pairs)
 
 
@@ -168,9 +169,10 @@ SLOW = pytest.mark.slow  # the others of each kind
     ],
 )
 def test_no_weight_of_a_sharded_model_jumps_and_none_stands_still(pool, kind, size, fused):
+    """None that a twin has moved by two steps, for what int4 rounds away comes later."""
     for far, still, tensors in pool.run(furthest, kind, size=size):
         assert 1 < far < 20
-        assert still == 0
+        assert still < 2
         assert tensors == fused
 
 

@@ -56,7 +56,7 @@ class Sharded:
         return {MATRICES[i]: m for i, m in self.optimizer.shards.momentum.items()}
 
     def residual(self, kind, i):
-        """What gradients or updates of a matrix lack, on all ranks."""
+        """Return the residual of a matrix, of gradients or updates, on all ranks."""
         left = torch.zeros(SHAPES[i])
         name = self.optimizer.flat.names[MATRICES.index(i)]
         for (parameter, at), sent, _ in getattr(self.optimizer.shards, kind).residuals.places():
@@ -344,7 +344,7 @@ def test_an_exact_run_goes_on_on_another_number_of_ranks(pool, tmp_path, size):
 
 
 def owed_after(folder, load):
-    """What gradients and updates lack, summed over the ranks."""
+    """Residuals of gradients and updates, summed over the ranks."""
     group = Sharded()
     if load:
         commpress.load_distributed(group.optimizer, f"{folder}/optimizer")
