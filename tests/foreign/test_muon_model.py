@@ -138,7 +138,7 @@ def furthest(kind):
     for step in range(10):
         optimizer.zero_grad()
         loss_of(model, 100 * step + dist.get_rank(), early=False).backward()
-        before = [(p.detach().full_tensor(), q.detach().clone()) for p, q in pairs]
+        before = [(p.detach().full_tensor().clone(), q.detach().clone()) for p, q in pairs]
         for p, q in pairs:
             q.grad = p.grad.full_tensor()
         optimizer.step()
