@@ -47,35 +47,28 @@ class Owners(Scatter):
         self.recut()
 
     def dealt(self) -> list[Deal]:
-        ranks, longest = self.channel.size, max(MESSAGE // self.channel.size, 1)
-        rows: list[list[list[Line]]] = [[] for _ in range(ranks)]  # by owner, then by message
-        held = [longest] * ranks
-        for part, owner in zip(self.parts, self.owners, strict=True):
-            for first in range(0, part.numel, PIECE):
-                numel = min(PIECE, part.numel - first)
-                if held[owner] + numel > longest:
-                    rows[owner].append([])
-                    held[owner] = 0
-                held[owner] += numel
-                line = line_of(
-                    part.name,
-                    first,
-                    ((part.source or 0) + first, numel, self.codec),
-                    width=numel,
-                    place=part.at + first,
-                    feedback=self.feedback,
-                )
-                rows[owner][-1].append(line)
+        widths = [part.numel for part in self.parts]
         nothing = [line_of("", 0, (0, 0, self.codec), width=8, place=0, feedback=False)]
         return [
             deal_of(
-                [row[i] if i < len(row) else nothing for row in rows],
+                [[self._line(*cut) for cut in row] or nothing for row in rows],
                 self.channel.rank,
                 self.numel,
                 [self.codec],
             )
-            for i in range(max(map(len, rows)))
+            for rows in dealt_out(widths, self.owners, self.channel.size)
         ]
+
+    def _line(self, i: int, first: int, numel: int) -> Line:
+        part = self.parts[i]
+        return line_of(
+            part.name,
+            first,
+            ((part.source or 0) + first, numel, self.codec),
+            width=numel,
+            place=part.at + first,
+            feedback=self.feedback,
+        )
 
     def own(self) -> list[int]:
         """Return the numbers of the tensors of this rank."""
@@ -89,3 +82,23 @@ class Owners(Scatter):
     def sent_bytes(self) -> int:
         """Bytes, headers included, that this rank sends in one ``reduce`` or one ``gather``."""
         return (self.channel.size - 1) * sum(deal.size for deal in self.plan)
+
+
+def dealt_out(
+    widths: Sequence[int], owners: Sequence[int], ranks: int
+) -> list[list[list[tuple[int, int, int]]]]:
+    """Cut tensors, of which ``widths`` elements go to one rank each, into messages. Return, by
+    message and rank, which tensor a piece is of, its first element and their number."""
+    longest = max(MESSAGE // ranks, 1)
+    rows: list[list[list[tuple[int, int, int]]]] = [[] for _ in range(ranks)]
+    held = [longest] * ranks
+    for i, (width, owner) in enumerate(zip(widths, owners, strict=True)):
+        for first in range(0, width, PIECE):
+            numel = min(PIECE, width - first)
+            if held[owner] + numel > longest:
+                rows[owner].append([])
+                held[owner] = 0
+            held[owner] += numel
+            rows[owner][-1].append((i, first, numel))
+    count = max(map(len, rows))
+    return [[row[i] if i < len(row) else [] for row in rows] for i in range(count)]

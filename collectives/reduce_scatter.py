@@ -73,11 +73,13 @@ class Deal:
     every: Message
     own: Pieces  # pieces of this rank's message, in a buffer of its rows only
     ranks: int
+    # ranks send different elements, which are not added: ``own`` has the pieces of all that comes
+    moved: bool = False
 
     @property
     def size(self) -> int:
         """Bytes of a message."""
-        return HEADER + self.own.row_bytes
+        return self.every.pieces.row_bytes // self.ranks
 
     def received(self, ranks: int) -> tuple[int, int]:
         """Return the number of elements of all rows, and of those that no codec compresses."""
@@ -218,9 +220,8 @@ def deal_of(
 ) -> Deal:
     """Make the message whose row r, to or from rank r, has the pieces rows[r]; all rows are as long
     as the longest. ``length``: elements of the buffer of this rank's row."""
-    cuts = [cut([line.piece for line in row], 1, widths=[ln.width for ln in row]) for row in rows]
-    size = max(each.row_bytes for each in cuts)
-    own = cuts[rank]
+    size = longest_row(rows)
+    own = pieces_of(rows[rank])
     table = own.table.copy()
     # the row is contiguous, without padding between its parts
     for column in (SOURCE, RESIDUAL, SHARD):
@@ -228,17 +229,32 @@ def deal_of(
     own = replace(own, table=table, residual_numel=length, shard=length, row_bytes=size)
 
     lines = [line for row in rows for line in row]
-    every = cut([line.piece for line in lines], 1, widths=[line.width for line in lines])
-    table = every.table.copy()
-    table[:, COLUMN] = np.concatenate(
-        [each.table[:, COLUMN] + HEADER + r * (HEADER + size) for r, each in enumerate(cuts)]
-    )
-    every = replace(every, table=table, shard=0, row_bytes=len(rows) * (HEADER + size))
+    every = side_by_side(rows, size)
     label = zlib.crc32(
         "\n".join(f"{line.key[0]}@{line.key[1]}+{line.piece.numel}" for line in lines).encode()
     )
     message = Message(tuple(line.key for line in lines), every, describe(codecs), label, every)
     return Deal(message, own, len(rows))
+
+
+def pieces_of(lines: Sequence[Line]) -> Pieces:
+    return cut([line.piece for line in lines], 1, widths=[line.width for line in lines])
+
+
+def longest_row(rows: Sequence[Sequence[Line]]) -> int:
+    """Return the bytes of the longest row, without a header."""
+    return max(pieces_of(row).row_bytes for row in rows)
+
+
+def side_by_side(rows: Sequence[Sequence[Line]], size: int) -> Pieces:
+    """Lay out rows of ``size`` bytes, one to or from each rank, with room for headers."""
+    every = pieces_of([line for row in rows for line in row])
+    table = every.table.copy()
+    columns = [pieces_of(row).table[:, COLUMN] for row in rows]
+    table[:, COLUMN] = np.concatenate(
+        [each + HEADER + r * (HEADER + size) for r, each in enumerate(columns)]
+    )
+    return replace(every, table=table, shard=0, row_bytes=len(rows) * (HEADER + size))
 
 
 # ---------------------------------------------------------------- all messages of one buffer
@@ -325,7 +341,11 @@ def _reduce(
     )
 
     start = perf_counter()
-    arithmetic(device, deal.every.pieces).decode_mean(inbox[:, HEADER:], out, deal.own, 0)
+    kernels = arithmetic(device, deal.every.pieces)
+    if deal.moved:
+        kernels.decode(inbox.view(1, -1), out, deal.own)
+    else:
+        kernels.decode_mean(inbox[:, HEADER:], out, deal.own, 0)
     workspace.decoded(start)
     workspace.give_rows(outbox, inbox)
     return Outcome(deal.every, not flags & NOT_FINITE, old, new, workspace, asks=bool(flags & ASKS))
@@ -467,24 +487,18 @@ class Scatter:
         """Load residuals of these tensors, cut for any number of ranks: all, or none if one does
         not fit."""
         self.check(residuals)
-        sources = {part.name: (part.numel, part.source or 0) for part in self.parts}
-        whole = torch.zeros(
-            max((numel + source for numel, source in sources.values()), default=0),
-            device=self.device,
-        )
+        numels = {part.name: part.numel for part in self.parts}
+        whole = {name: torch.zeros(numels[name], device=self.device) for name, _ in residuals}
         for (name, offset), (sent, *_) in residuals.items():
-            source = sources[name][1]
-            whole[source + offset : source + offset + sent.numel()] = sent
+            whole[name][offset : offset + sent.numel()] = sent
         cut: dict[Key, Residual] = {}
-        held = {name for name, _ in residuals}
         for deal in self.plan:
             for (name, first), line in zip(
                 deal.every.keys, deal.every.pieces.table.tolist(), strict=True
             ):
-                if name in held and line[NUMEL]:
-                    source = sources[name][1] + first
+                if name in whole and line[NUMEL]:
                     cut[name, first] = (
-                        whole[source : source + line[NUMEL]].clone(),
+                        whole[name][first : first + line[NUMEL]].clone(),
                         torch.zeros(0, device=self.device),
                     )
         self.residuals.load(cut)

@@ -7,6 +7,7 @@ every sent residual is R and every reduced one zero, so the total R is unchanged
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,12 @@ _SHARD = ("numel", "start", "values")
 class Ranked(Protocol):
     """Anything with a rank and a size: a transport or a group."""
 
+    rank: int
+    size: int
+
+
+@dataclass
+class Ranks:
     rank: int
     size: int
 
@@ -135,6 +142,24 @@ def residuals_of(
         key_of(k): tuple(v[name] for name in _TENSORS if name in v)
         for k, v in first["residuals"].items()
     }
+
+
+def residuals_of_all(states: Sequence[dict[str, Any]], transport: Ranked) -> Residuals:
+    """Return this rank's residuals from its own exact state, or from those of all ranks, each of
+    which has other elements."""
+    own = [s for s in states if (s["size"], s["rank"]) == (transport.size, transport.rank)]
+    if own or len(states) == 1:
+        return residuals_of(own or states, transport)[1]
+    ranks = sorted(state["rank"] for state in states)
+    if ranks != list(range(states[0]["size"])) or len({state["step"] for state in states}) > 1:
+        raise StateMismatch(
+            f"a state of {states[0]['size']} ranks needs all parts of one step, got those of ranks "
+            f"{ranks}: pass what every rank has saved"
+        )
+    found: Residuals = {}
+    for state in states:
+        found |= residuals_of([state], Ranks(state["rank"], state["size"]))[1]
+    return found
 
 
 def _check_whole(state: dict[str, Any]) -> None:

@@ -34,7 +34,12 @@ from commpress.collectives.exchange import Exchange
 from commpress.collectives.frame import HEADER
 from commpress.collectives.handover import Divided
 from commpress.collectives.owners import Owners
-from commpress.collectives.residual_state import Residuals, check_widths, residuals_of
+from commpress.collectives.residual_state import (
+    Residuals,
+    check_widths,
+    residuals_of,
+    residuals_of_all,
+)
 from commpress.collectives.state import ConnectOptions, State, Stateful
 from commpress.errors import (
     InvalidArgument,
@@ -48,13 +53,14 @@ from commpress.errors import (
 from commpress.feedback import ResidualStore
 from commpress.logs import warn_on_first
 from commpress.optim.flat import Flat, adam_step
-from commpress.optim.layout import is_cut, named_parameters, refuse_held, tensors_in
+from commpress.optim.layout import alike, local, named_parameters, refuse_held, tensors_in
+from commpress.optim.muon_shards import MuonShards, mesh_of, rows_joined, rows_state
+from commpress.optim.newton_schulz import direction, move, owners_of
 from commpress.optim.optimizer import (
     OptimizerCounters,
     bits_of,
     check_numbers,
     checksum_of,
-    decay_of,
     different_from_first,
     loss_of,
 )
@@ -64,6 +70,7 @@ from commpress.work import Steps
 
 COARSEST = 0.01  # error of a gradient's codec on Gaussian numbers: int8 has 0.007, seven bits 0.013
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+MOMENTS = ("exp_avg", "exp_avg_sq")
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
@@ -72,12 +79,18 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
     the ranks in ``step()``.
 
     Gradients must be each rank's own: run the model without DistributedDataParallel, or call
-    ``commpress.keep_local(ddp)``. All ranks begin with the same weights.
+    ``commpress.keep_local(ddp)``. All ranks begin with the same weights. Under ``fully_shard``, on
+    a mesh of one dimension, gradients are averaged already: only rows of matrices travel, to their
+    owners and back.
 
     A tensor of two dimensions is a matrix, unless its group says ``use_muon=False``, as it should
     of embeddings and output layers: ``[{"params": hidden}, {"params": rest, "use_muon": False,
     "lr": 3e-4}]``. Momentum of a matrix is on its owner alone, AdamW's state on every rank; both
     are float32, and half-precision parameters have float32 master weights.
+
+    Each of several matrices in one tensor is orthogonalised by itself: with ``"use_muon": True`` a
+    tensor of three dimensions is a batch of them, as experts are, and ``"split": (64, 16, 16)``
+    divides the rows of a group's matrices, into query, key and value or into heads.
 
     - ``momentum``, ``nesterov``, ``ns_coefficients``, ``ns_steps``, ``adjust_lr_fn``: as in torch.
     - ``adamw``: options of ``torch.optim.AdamW`` for tensors that are no matrices; ``lr``,
@@ -92,6 +105,7 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
     """
 
     averages_gradients = True  # over all ranks, in ``step``: nothing else may
+    shards: MuonShards | None = None  # parameters of which every rank has some rows
     # a GradScaler would skip steps on single ranks: ``step`` refuses it
     _step_supports_amp_scaling = True
 
@@ -132,32 +146,54 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
         }
         torch.optim.Optimizer.__init__(self, divided(params, ADAMW | dict(adamw or {})), defaults)
         parameters, names = named_parameters(self.param_groups)
-        self._check(parameters, names)
+        if (mesh := self._check(parameters, names)) is not None:
+            if given := {"process_group", "transport"} & options.keys():
+                raise InvalidArgument(
+                    f"{min(given)} is given and parameters are rows over {mesh}, whose ranks "
+                    "exchange them: leave it out"
+                )
+            options["process_group"] = mesh.get_group()
+        self.averages_gradients = mesh is None
         self.check_every, self.counters = check_every, OptimizerCounters()
         self.connect(codec=there, **options)
         if self.channel.size == 1:  # nothing travels
             there, back = codec_named("none"), codec_named("bf16")
             self.exchanges.use(policy_of(there))
-        self._place(Flat(parameters, names), there, back, lossless=update_codec is None)
-
-    def _check(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-        for group in self.param_groups:
-            (check_matrices if group["use_muon"] else check_numbers)(group)
-        for name, p in zip(names, parameters, strict=True):
-            if is_cut(p):
-                raise InvalidArgument(
-                    f"parameter {name!r} is a DTensor, of which this rank has a part, and Muon "
-                    "needs whole matrices: keep the model on every rank, or train it with "
-                    "torch.optim.Muon and commpress.compress_fsdp(model)"
-                )
-        refuse_held("Muon", zip(names, parameters, strict=True), "averages over all ranks")
-
-    def _place(self, flat: Flat, there: Codec, back: Codec, *, lossless: bool) -> None:
-        self.flat, size, device = flat, self.channel.size, flat.device
+        self.flat, lossless = Flat(parameters, names), update_codec is None
         self.groups = [group for group in self.param_groups for _ in group["params"]]
         self.matrices = [i for i, group in enumerate(self.groups) if group["use_muon"]]
         self.others = [i for i, group in enumerate(self.groups) if not group["use_muon"]]
-        owners = owners_of([flat.shapes[i] for i in self.matrices], size)
+        if mesh is None:
+            self._place(there, back, lossless=lossless)
+        else:
+            among = self.groups, self.channel
+            self.shards = MuonShards(self.flat, *among, there, back, lossless=lossless)
+            for i, buffer in self.shards.batches.items():
+                p = self.flat.parameters[i]
+                self.state[p]["momentum_buffer"] = alike(buffer, p)
+        for name, mine in self._mine().items():
+            i = self.flat.names.index(name)
+            self.state[self.flat.parameters[i]]["momentum_buffer"] = mine["momentum_buffer"]
+        for i in self.others:
+            p, shape = self.flat.parameters[i], self.flat.shapes[i]
+            zeros = {kind: torch.zeros(shape, device=self.flat.device) for kind in MOMENTS}
+            moments = {kind: alike(each, p) for kind, each in zeros.items()}
+            self.state[p] |= {"step": torch.zeros(()), **moments}
+
+    def _check(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> Any:
+        """Check groups and parameters; return the mesh whose ranks have rows of each, if any."""
+        for group in self.param_groups:
+            (check_matrices if group["use_muon"] else check_numbers)(group)
+        refuse_held("Muon", zip(names, parameters, strict=True), "averages over all ranks")
+        return mesh_of(parameters, names)
+
+    def _place(self, there: Codec, back: Codec, *, lossless: bool) -> None:
+        flat, size, device = self.flat, self.channel.size, self.flat.device
+        owners = owners_of(
+            [flat.shapes[i] for i in self.matrices],
+            size,
+            [self.groups[i].get("split") for i in self.matrices],
+        )
         spans, among = self._spans(self.matrices), (self.channel, device)
         self.gradients = Owners(spans, owners, there, *among)
         self.updates = Owners(spans, owners, back, *among, feedback=False)
@@ -169,12 +205,6 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
         )
         self.lacking: torch.Tensor | None = lacking[0] if lacking else None
         self.own = {self.matrices[j]: j for j in self.gradients.own()}
-        for i, j in self.own.items():
-            buffer = self.gradients.view(self.momentum, j).view(flat.shapes[i])
-            self.state[flat.parameters[i]]["momentum_buffer"] = buffer
-        for i in self.others:
-            moments = {name: torch.zeros(flat.shapes[i], device=device) for name in MOMENTS}
-            self.state[flat.parameters[i]] |= {"step": torch.zeros(()), **moments}
 
     def _spans(self, indices: Iterable[int]) -> list[Span]:
         flat = self.flat
@@ -214,14 +244,7 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
         if self.channel.size > 1 and self.check_every and self.steps_done % self.check_every == 0:
             yield from self._compare()
         before = self.channel.sent_bytes
-        outcomes, trained = yield from self._reduced()
-        taken = all(outcome.finite for outcome in outcomes)
-        if taken:
-            self._orthogonalise(trained)
-            taken = all((yield from self.updates.gather(self.sent, self.work, key=self.steps_done)))
-        if taken:
-            self._apply(trained)
-        settle(outcomes, taken=taken)
+        taken = yield from self._whole() if self.shards is None else self._in_rows(self.shards)
         self.handover.settle(taken=taken)
         self.steps_done += 1
         sent, numel = self.channel.sent_bytes - before, self.flat.numel
@@ -233,6 +256,31 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
                 self.steps_done,
             )
         return taken
+
+    def _whole(self) -> Steps[bool]:
+        """Take the step of parameters that are whole on every rank."""
+        outcomes, trained = yield from self._reduced()
+        taken = all(outcome.finite for outcome in outcomes)
+        if taken:
+            self._orthogonalise(trained)
+            taken = all((yield from self.updates.gather(self.sent, self.work, key=self.steps_done)))
+        if taken:
+            self._apply(trained)
+        settle(outcomes, taken=taken)
+        return taken
+
+    def _in_rows(self, shards: MuonShards) -> Steps[bool]:
+        """Take the step of parameters of which this rank has rows."""
+        finite, trained = yield from shards.agreed()
+        if finite:
+            finite = yield from shards.steps(self.groups, trained, key=self.steps_done)
+            means = {}
+            for i in (i for i in self.others if i in trained):
+                gradient = self.flat.gradient(i)
+                means[i] = torch.zeros_like(self.flat.weights[i]) if gradient is None else gradient
+            self._adamw(means)
+            self.flat.publish()
+        return finite
 
     def _reduced(self) -> Steps[tuple[list[Outcome], set[int]]]:
         """Average gradients: of this rank's matrices in ``mean``, of other tensors in ``work``.
@@ -278,10 +326,7 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
                 mean.copy_(before.add(mean, alpha=rest))
                 continue
             after = before.lerp(mean, rest)
-            update = mean.lerp(after, group["momentum"]) if group["nesterov"] else after
-            sent.copy_(
-                orthogonalised(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
-            )
+            sent.copy_(direction(mean, after, group))
             mean.copy_(after)
             if self.lacking is not None:
                 sent.add_(self.gradients.view(self.lacking, j).view(shape))
@@ -297,29 +342,34 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
                 torch.sub(sent, decoded.view(-1), out=self.gradients.view(lacking, j))
         for i in self.matrices:
             if i in trained:
-                group, shape = self.groups[i], flat.shapes[i]
-                flat.weights[i].mul_(decay_of(group))
-                rate = adjusted(float(group["lr"]), group["adjust_lr_fn"], shape)
-                flat.weights[i].add_(flat.view(self.work, i), alpha=-rate)
-        for group in self.param_groups:
-            at = [i for i in self.others if self.groups[i] is group]
-            states = {i: self.state[flat.parameters[i]] for i in at}
-            for i in set(at) - trained:
-                mean = flat.view(self.work, i)
-                states[i]["exp_avg"].add_(mean, alpha=1 - group["betas"][0])
-            if at := [i for i in at if i in trained]:
-                weights = [flat.weights[i] for i in at]
-                means = [flat.view(self.work, i) for i in at]
-                lists = ([states[i][kind] for i in at] for kind in (*MOMENTS, "step"))
-                adam_step(group, weights, means, *lists)
+                move(flat.weights[i], flat.view(self.work, i), self.groups[i])
+        means = {i: flat.view(self.work, i) for i in self.others}
+        for i in means.keys() - trained:
+            momentum, rest = self._state(i, "exp_avg"), 1 - self.groups[i]["betas"][0]
+            momentum.add_(means.pop(i), alpha=rest)
+        self._adamw(means)
         flat.publish()
+
+    def _adamw(self, means: Mapping[int, torch.Tensor]) -> None:
+        """Take AdamW's step of the parameters of which these are the mean gradients."""
+        for group in self.param_groups:
+            if at := [i for i in means if self.groups[i] is group]:
+                weights = [self.flat.weights[i] for i in at]
+                lists = ([self._state(i, kind) for i in at] for kind in (*MOMENTS, "step"))
+                adam_step(group, weights, [means[i] for i in at], *lists)
+
+    def _state(self, i: int, kind: str) -> torch.Tensor:
+        return local(self.state[self.flat.parameters[i]][kind])
 
     def _compare(self) -> Steps[None]:
         """Check that parameters, options and weights are equal on all ranks."""
         flat = self.flat
-        codecs = self.gradients.codec.spec, self.updates.codec.spec, self.exchanges.policy
-        said = repr((flat.names, [*map(tuple, flat.shapes)], codecs, self.schedule()))
-        mine = [zlib.crc32(said.encode()), self.steps_done, checksum_of(map(bits_of, flat.weights))]
+        way = self if self.shards is None else self.shards
+        codecs = way.gradients.codec.spec, way.updates.codec.spec, self.exchanges.policy
+        shapes = [tuple(p.shape) for p in flat.parameters]
+        said = repr((flat.names, shapes, codecs, self.schedule()))
+        weights = checksum_of(map(bits_of, flat.weights)) if self.shards is None else 0
+        mine = [zlib.crc32(said.encode()), self.steps_done, weights]
         every = yield from self.channel.gathered([*map(float, mine)])
         if ranks := different_from_first(every):
             what = (
@@ -335,6 +385,8 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
     def step_bytes(self) -> int:
         """Return the bytes, headers included, that this rank sends in a step: (P − 1) times a row
         of each message."""
+        if self.shards is not None:
+            return self.shards.sent_bytes
         others = self._exchange().messages
         rows = sum(m.pieces.row_bytes + m.mean.row_bytes + 2 * HEADER for m in others)
         matrices = self.gradients.sent_bytes + self.updates.sent_bytes
@@ -343,14 +395,19 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
     # ------------------------------------------------------------ state
 
     def exchange_sets(self) -> Mapping[str, Any]:
+        if self.shards is not None:
+            return {"matrices": self.shards.gradients, "updates": self.shards.updates}
         return {"others": self.exchanges, "matrices": self.gradients}
 
     def residuals_in(self, exchanges: Any, states: Sequence[State]) -> Residuals:
-        if exchanges is not self.gradients:
+        if exchanges is self.exchanges:
             return super().residuals_in(exchanges, states)
-        _, residuals = residuals_of(states, self.channel)
-        self.gradients.check(residuals)
-        check_widths(residuals, self.channel.size)
+        if self.shards is not None:
+            residuals = residuals_of_all(states, self.channel)
+        else:
+            _, residuals = residuals_of(states, self.channel)
+            check_widths(residuals, self.channel.size)
+        exchanges.check(residuals)
         return residuals
 
     def stores(self) -> dict[str, ResidualStore]:
@@ -362,13 +419,26 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
         return {name: numel for name, (_, numel) in zip(flat.names, flat.places, strict=True)}
 
     def copies(self) -> dict[str, torch.Tensor]:
-        flat = self.flat
-        moments = {
-            f"{kind} of {flat.names[i]}": self.state[flat.parameters[i]][kind]
-            for i in self.others
-            for kind in ("step", *MOMENTS)
+        """Return AdamW's state and float32 weights; of parameters in rows the number of steps
+        alone, because the rest is in ``_rows``."""
+        names = self.flat.names
+        steps = {f"step of {names[i]}": self._state(i, "step") for i in self.others}
+        return steps | {
+            f"{kind} of {name}": each
+            for name, kept in (self._kept().items() if self.shards is None else ())
+            for kind, each in kept.items()
         }
-        return moments | {f"master of {flat.names[i]}": flat.weights[i] for i in flat.shadowed}
+
+    def _kept(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return AdamW's state and float32 weights of each parameter, as far as this rank has
+        it."""
+        flat = self.flat
+        kept = {flat.names[i]: {k: self._state(i, k) for k in MOMENTS} for i in self.others}
+        for i in flat.shadowed:
+            kept.setdefault(flat.names[i], {})["master"] = flat.weights[i]
+        for i, momentum in self.shards.batches.items() if self.shards is not None else ():
+            kept.setdefault(flat.names[i], {})["momentum_buffer"] = momentum
+        return kept
 
     def schedule(self) -> State:
         """Return the options of all groups."""
@@ -395,43 +465,52 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
     def follow(self, schedule: Mapping[str, Any], change: Change | None = None) -> None:
         for group, saved in zip(self.param_groups, schedule["groups"], strict=True):
             group.update(saved)
+        for saved, mine in (("owned", self._mine()), ("rows", self._kept())):
+            for name, tensors in mine.items() if saved in schedule else ():
+                for kind, each in tensors.items():
+                    each.copy_(schedule[saved][name][kind])
         self.flat.publish()
-        if "owned" in schedule:
-            for row, kind in self._rows():
-                for i, j in self.own.items():
-                    saved = schedule["owned"][self.flat.names[i]]
-                    self.gradients.view(row, j).copy_(saved[kind].view(-1))
 
     def part(self) -> State:
-        return super().part() | {"owned": self.owned()}
+        part = super().part() | {"owned": self.owned()}
+        if self.shards is not None:
+            part["rows"] = rows_state(self._parameters(), self._kept())
+        return part
 
     def elastic_part(self) -> Steps[State]:
+        if self.shards is not None:  # no two ranks have the same
+            return self.part()
         return (yield from super().elastic_part()) | {"owned": self.owned()}
 
     def owned(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return momentum of this rank's matrices, and what their updates still lack."""
+        mine = self._mine()
+        return {name: {k: each.clone() for k, each in kept.items()} for name, kept in mine.items()}
+
+    def _mine(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return what ``owned`` copies."""
         shapes, names = self.flat.shapes, self.flat.names
+        if self.shards is not None:
+            return {names[i]: {"momentum_buffer": m} for i, m in self.shards.momentum.items()}
+        rows = {"momentum_buffer": self.momentum}
+        rows |= {} if self.lacking is None else {"lacking": self.lacking}
         return {
-            names[i]: {
-                kind: self.gradients.view(row, j).view(shapes[i]).clone()
-                for row, kind in self._rows()
-            }
+            names[i]: {k: self.gradients.view(row, j).view(shapes[i]) for k, row in rows.items()}
             for i, j in self.own.items()
         }
 
-    def _rows(self) -> list[tuple[torch.Tensor, str]]:
-        """List this rank's rows and their names in a state."""
-        rows = [(self.momentum, "momentum_buffer")]
-        return rows if self.lacking is None else [*rows, (self.lacking, "lacking")]
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        return dict(zip(self.flat.names, self.flat.parameters, strict=True))
 
     def joined(self, states: Sequence[State], missing: str) -> State:
         """Return what all ranks own; an update lacks nothing where a state does not say."""
         found: dict[str, dict[str, torch.Tensor]] = {}
+        entries = ("owned",) if self.shards is None else ("owned", "rows")
         for state in states:
-            check_entries(state, ("owned",), "the state of a rank")
+            check_entries(state, entries, "the state of a rank")
             found |= state["owned"]
-        for i in self.own:
-            name, shape = self.flat.names[i], self.flat.shapes[i]
+        for name, mine in self._mine().items():
+            shape = mine["momentum_buffer"].shape
             check_entries(found, (name,), "the momentum of matrices in the state")
             kept = {"lacking": torch.zeros(shape)} | found[name]
             check_entries(kept, ("momentum_buffer",), f"the state of {name!r}")
@@ -441,7 +520,9 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
                     f"expected {tuple(shape)}: load the state of this model"
                 )
             found[name] = kept
-        return {"owned": found}
+        if self.shards is None:
+            return {"owned": found}
+        return {"owned": found, "rows": rows_joined(states, self._parameters(), self._kept())}
 
     def shared_state(self) -> State:
         """Return all of this rank's state: no other has its matrices."""
@@ -449,46 +530,6 @@ class Muon(Divided, Stateful, torch.optim.Optimizer):
 
     def load_shared_state(self, state: State) -> None:
         self.load_state_dict(state)
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-# ---------------------------------------------------------------- arithmetic
-
-
-def orthogonalised(
-    update: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
-) -> torch.Tensor:
-    """Return about UVᵀ of ``update`` = USVᵀ, in bfloat16: ``steps`` times x ← a·x + (b·G + c·G²)·x
-    with G = xxᵀ, from ``update`` divided by its norm."""
-    a, b, c = coefficients
-    x, tall = update.bfloat16(), update.shape[0] > update.shape[1]
-    x = x.T if tall else x
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
-
-
-def adjusted(lr: float, adjust_lr_fn: str | None, shape: Sequence[int]) -> float:
-    """Return the learning rate of a matrix of this shape."""
-    rows, columns = shape
-    if adjust_lr_fn == "match_rms_adamw":
-        return lr * (0.2 * sqrt(max(rows, columns)))
-    return lr * sqrt(max(1, rows / columns))
-
-
-def owners_of(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
-    """Deal matrices to ranks so that all have about as many operations of an iteration to do: the
-    largest first, each to the rank that has least to do."""
-    work = [min(shape) ** 2 * (2 * max(shape) + min(shape)) for shape in shapes]
-    owners, loads = [0] * len(work), [0] * ranks
-    for i in sorted(range(len(work)), key=lambda i: (-work[i], i)):
-        owners[i] = loads.index(min(loads))
-        loads[owners[i]] += work[i]
-    return owners
 
 
 # ---------------------------------------------------------------- arguments
@@ -511,13 +552,13 @@ def divided(params: Any, adamw: Mapping[str, Any]) -> list[dict[str, Any]]:
         parts: dict[bool, list[Any]] = {True: [], False: []}
         for each in [every] if isinstance(every, torch.Tensor) else every:
             (tensor,) = tensors_in([each])
-            if chosen and tensor.ndim != 2:
+            if chosen and tensor.ndim not in (2, 3):
                 raise InvalidArgument(
                     f"use_muon of group {number} is True and it has a tensor of shape "
-                    f"{tuple(tensor.shape)}, which is no matrix: leave use_muon out, or give that "
-                    "tensor another group"
+                    f"{tuple(tensor.shape)}, which is no matrix and no batch of matrices: leave "
+                    "use_muon out, or give that tensor another group"
                 )
-            parts[chosen is not False and tensor.ndim == 2].append(each)
+            parts[chosen is not False and tensor.ndim in ((2, 3) if chosen else (2,))].append(each)
         both = sorted({"lr", "eps"} & options.keys())
         if all(parts.values()) and both:
             raise InvalidArgument(
@@ -560,6 +601,14 @@ def check_matrices(group: Mapping[str, Any]) -> None:
         if not float(group[name]) >= 0:
             raise InvalidArgument(f"{name} is {group[name]!r}, expected a number of at least 0")
     check_counts(ns_steps=group["ns_steps"])
+    split: Any = group.get("split")
+    for tensor in tensors_in([group]) if split is not None else ():
+        if min(split, default=0) < 1 or sum(split) != tensor.shape[-2]:
+            raise InvalidArgument(
+                f"split is {split!r} and a tensor of its group has shape {tuple(tensor.shape)}: "
+                f"expected numbers of rows that add up to {tensor.shape[-2]}; give tensors that "
+                "divide otherwise a group of their own"
+            )
     for name, fits, expected in (
         ("ns_steps", group["ns_steps"] < 100, "less than 100"),
         ("ns_coefficients", len(group["ns_coefficients"]) == 3, "three numbers"),

@@ -3,10 +3,13 @@
 ``python tests/foreign/test_muon_model.py`` prints the table of docs/optimizers.md.
 """
 
+import copy
 import sys
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import commpress
 from commpress.collectives.transports.loopback import Loopback, simulate
@@ -92,6 +95,85 @@ def test_codes_follow_the_loss_of_torch(seed):
     assert found == pytest.approx(wanted, rel=0.01)
     assert all(torch.equal(weights[0], other) for other in weights[1:])
     assert sent < dense / 2
+
+
+# ---------------------------------------------------------------- under fully_shard
+
+
+def divided_groups(model):
+    """Matrices of hidden layers, also those fused in one tensor; and what AdamW trains."""
+    blocks = [
+        name for name in dict(model.named_parameters()) if ".layers." in name or ".h." in name
+    ]
+    hidden, rest = [], {"params": [], "use_muon": False, **ADAMW}
+    for name, p in model.named_parameters():
+        if name not in blocks or p.ndim < 2 or "gate.weight" in name:
+            rest["params"].append(p)
+        else:
+            half = p.shape[-2] // 2
+            split = {"split": (half, half)} if "gate_up" in name else {}
+            hidden.append({"params": [p], "use_muon": True, "lr": LR, "weight_decay": 0.0, **split})
+    return [*hidden, rest]
+
+
+def furthest(kind):
+    """The furthest move of an element in a step, and the furthest of a twin where an element stood
+    still in all steps, in units of a step's mean size; how many tensors hold several matrices."""
+    from tiny_models import MODELS, SHARED, loss_of
+    from tiny_models import model as made
+
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    experts |= {"num_key_value_heads": 2, "shared_expert_intermediate_size": 32}
+    model = MODELS[kind]() if kind in MODELS else made("Qwen2MoeForCausalLM", **SHARED | experts)
+    twin = copy.deepcopy(model)
+    for block in model.transformer.h if kind == "gpt2" else model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = commpress.Muon(divided_groups(model))
+    alone = commpress.Muon(divided_groups(twin), transport=Loopback(1).transport(0))
+    pairs = list(zip(model.parameters(), twin.parameters(), strict=True))
+    begin = [q.detach().clone() for _, q in pairs]
+    far, sizes = 0.0, {}
+    for step in range(10):
+        optimizer.zero_grad()
+        loss_of(model, 100 * step + dist.get_rank(), early=False).backward()
+        before = [(p.detach().full_tensor().clone(), q.detach().clone()) for p, q in pairs]
+        for p, q in pairs:
+            q.grad = p.grad.full_tensor()
+        optimizer.step()
+        alone.step()
+        for i, ((p, q), (was, had)) in enumerate(zip(pairs, before, strict=True)):
+            size = (q.detach() - had).square().mean().sqrt().item()
+            if size:
+                far = max(far, (p.detach().full_tensor() - was).abs().max().item() / size)
+                sizes[i] = size
+    still = 0.0
+    for i, size in sizes.items():
+        p, q = pairs[i]
+        stood = p.detach().full_tensor() == begin[i]
+        still = max(still, ((q.detach() - begin[i]).abs() * stood).max().item() / size)
+    return far, still, sum(p.ndim == 3 for p, _ in pairs)
+
+
+SLOW = pytest.mark.slow  # the others of each kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "fused"),
+    [
+        ("gpt2", 2, 0),
+        ("qwen2_moe", 3, 4),
+        *(pytest.param("gpt2", size, 0, marks=SLOW) for size in (1, 3)),
+        *(pytest.param("qwen2_moe", size, 4, marks=SLOW) for size in (1, 2)),
+    ],
+)
+def test_no_weight_of_a_sharded_model_jumps_and_none_stands_still(pool, kind, size, fused):
+    """None that a twin has moved by two steps, for what int4 rounds away comes later."""
+    for far, still, tensors in pool.run(furthest, kind, size=size):
+        assert 1 < far < 20
+        assert still < 2
+        assert tensors == fused
 
 
 def table():

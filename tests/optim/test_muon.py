@@ -13,7 +13,7 @@ from commpress.collectives import owners
 from commpress.collectives.frame import HEADER
 from commpress.errors import Mismatch, StateMismatch
 from commpress.kernels.pieces import aligned, width_of
-from commpress.optim.muon import orthogonalised, owners_of
+from commpress.optim.newton_schulz import orthogonalised, owners_of
 from optim_twin import Replicas, equal, mean, noise, start
 from ranks import refused
 from variants import few
@@ -178,6 +178,63 @@ def test_half_precision_has_master_weights():
         masters.step(gradients)
     assert equal(group.parameters[0], [p.bfloat16() for p in masters.parameters[0]])
     assert not equal(group.parameters[0], [p.bfloat16() for p in start(SHAPES)])
+
+
+def parts_of(tensor, split):
+    """The matrices of a tensor, as torch's Muon takes them."""
+    batch = tensor if tensor.ndim == 3 else [tensor]
+    return [part.clone() for each in batch for part in each.split(split or each.shape[0])]
+
+
+def in_parts(tensors):
+    return [
+        part
+        for t, split in zip(tensors, FUSED.values(), strict=True)
+        for part in parts_of(t, split)
+    ]
+
+
+# experts, wide and tall, also with fused halves; heads; query, key and value of unequal rows
+FUSED = {
+    (3, 24, 40): None,
+    (2, 40, 24): None,
+    (3, 32, 20): (16, 16),
+    (2, 30, 20): (10, 20),
+    (60, 41): (20, 20, 20),
+    (56, 16): [40, 8, 8],
+    (64, 16): (32, 32),
+}
+
+
+def fused(parameters):
+    groups = [{"params": [p], "use_muon": True} for p in parameters]
+    for group, split in zip(groups, FUSED.values(), strict=True):
+        group |= {} if split is None else {"split": split}
+    return groups
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
+def test_matrices_in_one_tensor_have_the_bits_of_torch_for_each(size, adjust_lr_fn):
+    options = {"lr": 0.02, "adjust_lr_fn": adjust_lr_fn}
+    group = Replicas(
+        lambda p, t: commpress.Muon(fused(p), transport=t, **EXACT, **options), size, [*FUSED]
+    )
+    twins = [torch.nn.Parameter(p) for p in in_parts(start([*FUSED]))]
+    muon = torch.optim.Muon(twins, **options)
+    for step in range(4):
+        gradients = whole(size, step, [*FUSED])
+        group.step(gradients)
+        for p, g in zip(twins, in_parts(mean(gradients)), strict=True):
+            p.grad = g
+        muon.step()
+        assert equal(in_parts([p.detach() for p in group.parameters[0]]), twins), step
+        assert alike(group)
+
+
+def test_split_matrices_are_dealt_by_what_they_take():
+    """Heads of 8 rows take less than a hundredth of their matrix."""
+    assert owners_of([(512, 512)] * 2 + [(64, 512)] * 2, 2, [(8,) * 64, None]) == [1, 0, 1, 1]
 
 
 # ---------------------------------------------------------------- compressed
@@ -465,9 +522,14 @@ def test_wrong_uses_are_refused_at_construction():
             "adamw": lambda: commpress.Muon(p, adamw={"beta": 0.9}),
             "use_muon": lambda: commpress.Muon([{"params": p, "use_muon": "no"}]),
             "no matrix": lambda: commpress.Muon([{"params": p, "use_muon": True}]),
+            "four": lambda: commpress.Muon(
+                [{"params": [torch.zeros(2, 2, 2, 2)], "use_muon": True}]
+            ),
+            "split": lambda: commpress.Muon([{"params": p, "split": (4, 5)}]),
+            "negative": lambda: commpress.Muon([{"params": p, "split": (9, -1)}]),
             "mixed": lambda: commpress.Muon([{"params": p, "lr": 0.1}]),
             "model": lambda: commpress.Muon(torch.nn.Linear(8, 8)),
-            "DTensor": lambda: commpress.Muon([cut]),
+            "DTensor": lambda: commpress.Muon([p[0], cut]),
             "late": lambda: made_one.add_param_group({"params": [torch.zeros(4, 4)]}),
             "scaler": scaled,
         }
@@ -486,9 +548,12 @@ def test_wrong_uses_are_refused_at_construction():
         "adamw": "adamw got beta=0.9",
         "use_muon": "use_muon of group 0 is 'no'",
         "no matrix": "a tensor of shape (8,), which is no matrix",
+        "four": "no batch of matrices",
+        "split": "split is (4, 5) and a tensor of its group has shape (8, 8): expected numbers",
+        "negative": "split is (9, -1)",
         "mixed": "group 0 has lr=0.1 and both matrices and other",
         "model": "params is a Linear",
-        "DTensor": "is a DTensor",
+        "DTensor": "is a plain tensor and others are DTensors",
         "late": "construct Muon with all parameters",
         "scaler": "called by a GradScaler",
     }

@@ -540,12 +540,11 @@ class Owned(Rank):
         return {"steps": self.owner.steps_done, "copies": self.owner.copies()}
 
     def rows(self) -> Mapping[str, torch.Tensor]:
-        found = {}
-        for row, name in self.owner._rows():
-            found[name] = self.owner.flat.new()
-            for i, j in self.owner.own.items():
-                part = self.owner.flat.view(found[name], i).view(-1)
-                part.copy_(self.owner.gradients.view(row, j))
+        flat = self.owner.flat
+        found = {kind: flat.new() for kind in ("momentum_buffer", "lacking")}
+        for name, kept in self.owner.owned().items():
+            for kind, tensor in kept.items():
+                flat.view(found[kind], flat.names.index(name)).copy_(tensor)
         return found
 
 
