@@ -458,7 +458,8 @@ def activations(
     - ``keep``: a module whose buffers stay where they are; parameters always do.
     - ``codec``: of floats on the tier. "exact" loses nothing and takes some 0.7 of the bytes of
       bfloat16, 0.87 of float32, on the CPU. "int8", "fp8" and other codecs of three bits or more
-      change what the backward computes with. Numbers that are not all finite stay as they are.
+      change what the backward computes with; tensors with numbers that are not finite stay as they
+      are.
 
     Enter it around the forward; the backward may run outside. With torch.utils.checkpoint only the
     inputs of checkpointed parts leave. Tensors that a backward itself saves, for a second

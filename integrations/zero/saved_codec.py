@@ -21,6 +21,7 @@ from commpress.kernels.cpu import exact
 KINDS = {torch.bfloat16: law.BFLOAT16, torch.float32: law.FLOAT32}
 INTEGERS = {torch.bfloat16: np.uint16, torch.float32: np.uint32}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+LARGEST = 1e38  # codecs of few bits overflow beyond
 
 
 class SavedCodec(Protocol):
@@ -58,13 +59,16 @@ class ExactSaved:
 
 @dataclass(frozen=True)
 class RowsSaved:
-    """One row of a codec, such as int8. Values that are not all finite are kept as they are."""
+    """One row of a codec, such as int8. Values of which one is not finite, or larger than
+    ``LARGEST``, are kept as they are."""
 
     codec: RowCodec
     lossy = True
 
     def encode(self, values: torch.Tensor) -> torch.Tensor | None:
-        if values.dtype not in FLOATS or not bool(torch.isfinite(values).all()):
+        if values.dtype not in FLOATS or not values.numel():
+            return None
+        if not max(map(abs, _ends(values))) <= LARGEST:
             return None
         return encoded(values, self.codec)
 
@@ -79,12 +83,24 @@ def saved_codec(codec: str | Codec | None) -> SavedCodec | None:
     if isinstance(codec, ExponentCodec) or codec == ExponentCodec.spec:
         return ExactSaved()
     found = edge_codec(codec)
-    if found is None or isinstance(found, RowCodec):
-        return None if found is None else RowsSaved(found)
-    raise InvalidArgument(
-        f"codec is {codec!r}, which rotates the tokens of a pipeline's edge, expected 'exact' or a "
-        "codec of rows, such as 'int8'"
-    )
+    if found is None:
+        return None
+    if not isinstance(found, RowCodec):
+        raise InvalidArgument(
+            f"codec is {codec!r}, which rotates the tokens of a pipeline's edge, expected 'exact' "
+            "or a codec of rows, such as 'int8'"
+        )
+    if found.spec == "fp16":
+        raise InvalidArgument(
+            "codec is 'fp16', in which saved tensors may overflow: pass 'bf16', of the same size"
+        )
+    return RowsSaved(found)
+
+
+def _ends(values: torch.Tensor) -> tuple[float, float]:
+    """Return the least and the largest value; NaN if there is one."""
+    low, high = values.aminmax()
+    return float(low), float(high)
 
 
 def _blocks(values: torch.Tensor) -> list[np.ndarray]:

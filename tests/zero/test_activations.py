@@ -166,13 +166,15 @@ def test_what_a_codec_does_not_take_returns_as_it_was(store, codec):
     """Numbers that are not finite, integers, float64, and two views of one storage."""
     tier = commpress.activations(store, budget=0, min_bytes=0, codec=codec)
     endless = torch.randn(300).masked_fill(torch.arange(300) % 7 == 0, float("-inf"))
+    huge, void = torch.randn(300).masked_fill(endless < 0, 3e38), torch.full((300,), float("nan"))
     wide, bits = torch.randn(300, dtype=torch.float64), torch.randn(300)
     with tier:
-        packed = [tier._pack(each) for each in (endless, wide, bits.view(torch.int32))]
+        every = (endless, huge, void, wide, bits.view(torch.int32), torch.empty(0))
+        packed = [tier._pack(each) for each in every]
         number = tier._pack(bits)
     tier.settle()
-    for each, saved in zip((endless, wide, bits.view(torch.int32)), packed, strict=True):
-        assert torch.equal(tier._unpack(saved), each)
+    for each, saved in zip(every, packed, strict=True):
+        assert torch.equal(tier._unpack(saved).view(torch.int32), each.view(torch.int32))
     assert torch.allclose(tier._unpack(number), bits, atol=0.05)
     assert torch.equal(tier._unpack(number), bits) == (codec == "exact")
 
@@ -612,6 +614,7 @@ def test_mistakes(store):
         ({"where": store, "keep": "model"}, "keep is 'model', expected a module"),
         ({"where": store, "codec": "sign"}, "codec is 'sign/rms/2048', expected int4"),
         ({"where": store, "codec": "tah4"}, "codec is 'tah4', which rotates"),
+        ({"where": store, "codec": "fp16"}, "codec is 'fp16', in which saved tensors may overflow"),
         ({"where": "host", "codec": "exact"}, "codec is 'exact' with 'host'"),
     ):
         with pytest.raises(InvalidArgument, match=words):
