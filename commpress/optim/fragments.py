@@ -244,6 +244,7 @@ class StoredFragment(Fragment):
         self._pieces: list[tuple[Key, list[int]]] = []
         self._borrowed: ExitStack | None = None
         self._attached = False
+        self.forget()  # what a killed run may have left there
         store.put(self._name("weights"), self.weights)
         self._store_state(dict(self.state))
         self.weights, self.state = self.weights[:0].clone(), dict(self._plain)
