@@ -53,6 +53,37 @@ def test_gpt2_with_tied_embeddings_gets_the_weights_of_ddp(pool, size):
         assert share < 0.7
 
 
+def with_ranks_of_layers():
+    """The choice of a run, its largest move of an element, and elements that stand still although
+    plain FSDP2 moves them."""
+    torch.set_num_threads(1)
+    ends, rules = [], {}
+    for codec in (None, commpress.PerLayer("powersgd-4+fp8", 3)):
+        torch.manual_seed(0)
+        model = gpt2()
+        for block in (*model.transformer.h, model):
+            fully_shard(block)
+        start = {n: p.full_tensor().detach().clone() for n, p in model.named_parameters()}
+        state = None if codec is None else commpress.compress_fsdp(model, codec, None)
+        train(model, steps=8)
+        rules = {} if state is None else state.choice.rules
+        ends.append({n: p.full_tensor().detach() - start[n] for n, p in model.named_parameters()})
+    plain, ours = ends
+    asleep = sum(int(((ours[n] == 0) & (plain[n].abs() > 1e-3)).sum()) for n in ours)
+    return rules, max(float(each.abs().max()) for each in ours.values()), asleep
+
+
+@pytest.mark.parametrize("size", first(1, [3, 2]))
+def test_gpt2_with_a_rank_for_every_matrix(pool, size):
+    pytest.importorskip("transformers")
+    results = pool.run(with_ranks_of_layers, size=size)
+    for rules, most, asleep in results:
+        assert rules == results[0][0]
+        assert len(set(rules.values())) > 1, "matrices differ"
+        assert most < 9e-3, "eight steps"
+        assert asleep == 0
+
+
 def alarmed(alarm):
     """Weights of all ranks after training beside an alarm, the largest move of an element in one
     step, and alarms."""
