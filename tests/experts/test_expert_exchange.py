@@ -75,8 +75,8 @@ def test_there_and_back(pool, codec, most):
     for errors, sent in pool.run(identity_experts, codec):
         assert all(e <= most for e in errors)
         assert (max(errors) > 0) == (most > 0)
-        # 4 of scale, 4 up to a multiple of 8
-        assert sent == 6 * (64 + (6 * 16 * 2 if most == 0 else 6 * 16 + 8))
+        # 4 of scale, 12 up to a multiple of 16
+        assert sent == 6 * (64 + (6 * 16 * 2 if most == 0 else 6 * 16 + 16))
 
 
 def backward_in_another_order():

@@ -79,7 +79,7 @@ def test_a_line_between_nodes_decides_how_long_it_takes():
     crossing = 2 * 1000 * met * (40 + 1024 + 32 + 1024)  # of two ranks, on a node's line
     assert hop_seconds([way.forward], links) == pytest.approx(crossing / 1e8, rel=0.02)
     alone = hop_seconds([replace(way, codec="int8").forward], links)
-    assert alone == pytest.approx(crossing / 1e8 * (40 + 2 * 264 + 32) / (40 + 2048 + 32), rel=0.03)
+    assert alone == pytest.approx(crossing / 1e8 * (40 + 2 * 272 + 32) / (40 + 2048 + 32), rel=0.03)
 
 
 def sparse(**more):
