@@ -92,8 +92,8 @@ def compressed_step(kind, options):
 @pytest.mark.parametrize(
     ("kind", "options", "files", "lines"),
     [
-        (commpress.OneBitAdam, {"exact_steps": 5}, 24, 1620),
-        (commpress.ZeroOneAdam, {}, 31, 2020),
+        (commpress.OneBitAdam, {"exact_steps": 5}, 21, 1630),
+        (commpress.ZeroOneAdam, {}, 27, 2030),
     ],
 )
 def test_a_compressed_step(pool, kind, options, files, lines):
@@ -134,5 +134,5 @@ def test_death_and_reform(mortal, tmp_path):
         "integrations/process_group/guard.py",
         "collectives/transports/epochs.py",
     } <= found.keys()
-    assert len(found) <= 33
+    assert len(found) <= 34
     assert sum(map(len, found.values())) <= 3700
