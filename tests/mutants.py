@@ -1960,6 +1960,13 @@ MUTANTS = [
         "tests/local_updates/test_local_tiers.py -k every_bit",
     ),
     Mutant(
+        "a rank that left before the others knew that all had come counts as lost",
+        "integrations/elastic/loop.py",
+        "            self.attendance.going = set(leavers)",
+        "            pass",
+        "tests/elastic/test_elastic_ranks.py -k gone_before",
+    ),
+    Mutant(
         "a read in advance that lags brings back what was used and evicted",
         "tiered_mem/access.py",
         "block.damage or self.background.closed\n",

@@ -535,12 +535,14 @@ class Elastic:
     def _goes(self, change: Change, leavers: Sequence[int]) -> bool:
         """Hand the residuals of leaving ranks to the others; return true if this rank has left."""
         stay = [rank for rank in range(change.size) if rank not in leavers]
+        if change.rank not in leavers:
+            # before the end of the handover, after which a rank may be gone at once
+            self.attendance.going = set(leavers)
         if stay:
             self.group.hand_over(leavers)
         elif self.build is None and self.snapshots is not None and self.snapshots.last != self.step:
             self._write()
         if change.rank not in leavers:
-            self.attendance.going = set(leavers)
             return False
         self.group.leave()
         self.attendance.left = True

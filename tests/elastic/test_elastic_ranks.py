@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import commpress.backend
 import elastic_script
+from commpress.errors import PeerFailure
 from ranks import Ranks
 
 STEPS, DIES, JOINS = 25, 6, 10
@@ -165,10 +166,20 @@ def train_and_leave(
 
     if "snapshots" in options:
         options = options | {"snapshots": commpress.Snapshots(f"{folder}/disk", every=4)}
+    cut = options.get("cut")
+    options = {name: value for name, value in options.items() if name != "cut"}
     usual = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     run = elastic_script.run_of(
         kind, events=f"{folder}/events-{rank}", steps=12, hash_every=1, before=before, **options
     )
+    if cut and rank != 1:
+        hand_over = run.group.hand_over
+
+        def cut_off(leaving) -> None:
+            hand_over(leaving)
+            raise PeerFailure("rank 1 has closed its connection", ranks=(1,))
+
+        run.group.hand_over = cut_off
     for _ in run:
         if kind == "hook" and run.step == LEAVES:
             owed.append(total_owed())
@@ -215,6 +226,19 @@ def test_a_rank_that_is_asked_to_end_hands_over_what_it_owes(compiled, pool, tmp
         before, after = owed
         assert before.abs().sum() > 0
         torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-7)
+
+
+def test_a_rank_that_is_gone_before_the_others_know_that_all_has_come_has_left(
+    compiled, pool, tmp_path
+):
+    """Its connections close as soon as it knows so: that is no fault."""
+    (_, first, counts, owed), _, (_, last, also, _) = pool.run(
+        train_and_leave, str(tmp_path), "hook", {"cut": True}, size=3
+    )
+    assert (first, last) == (12, 12)
+    assert counts == also == (1, 0, 0)
+    before, after = owed
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-7)
 
 
 def trained(folder, kind, **options):
