@@ -176,7 +176,7 @@ class Fragment:
         every = zip(self.views(flat), self.locals, strict=True)
         self._left = [view.to(self.device, each.dtype, copy=True) for view, each in every]
 
-    def follow(self) -> None:
+    def carry_over(self) -> None:
         """Set parameters to Θ and what was trained since the change left, or to Θ where they are
         not finite."""
         finite = self.finite()

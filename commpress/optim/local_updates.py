@@ -544,7 +544,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
                 self._restart()
             with fragment.opened():
                 if flight.alpha is None:
-                    fragment.follow()
+                    fragment.carry_over()
                 else:
                     fragment.merge(flight.alpha)
 

@@ -127,9 +127,9 @@ def test_it_is_what_the_equations_say(outer, size, fragments, overlap, alpha):
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_every_step_counts_where_a_round_overlaps_with_a_whole_one(every):
-    """With "keep", averaged rounds move the shared weights by the ranks' mean step, one round late:
-    with SGD and gradients that do not depend on the weights they are those of one step after the
-    other."""
+    """Averaged rounds with "keep" move the shared weights by the ranks' mean step, one round late:
+    under SGD, with gradients that do not depend on the weights, they are those of one step after
+    the other."""
     options = {"every": every, "overlap": every, "alpha": "keep", "codec": None}
     ranks = Ranks(3, outer=Average(), **options)
     synchronous = [flat(drawn(0))]

@@ -52,7 +52,7 @@ class Sharded:
 
     @property
     def momentum(self):
-        """Of this rank's matrices: the optimizer has matrices first."""
+        """State of this rank's matrices, which the optimizer has first."""
         return {MATRICES[i]: m for i, m in self.optimizer.shards.momentum.items()}
 
     def residual(self, kind, i):
