@@ -86,9 +86,9 @@ def _compressed(
     x = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
     for codec in ("exact", "terngrad", "int8"):
         named = "exact" if codec == "exact" else GroupOptions(codec, 1, only="everything")
-        group = dist.new_group(backend="commpress", timeout=PATIENT, pg_options=named)
         here, there = x.to(machine.device, copy=True), x.clone()
-        for each in (here, there):
+        for each in (there, here):  # a group for each: random codecs draw by the number of a call
+            group = dist.new_group(backend="commpress", timeout=PATIENT, pg_options=named)
             dist.all_reduce(each, group=group)
         machine.synchronize()
         if codec != "exact":
