@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
@@ -59,9 +60,16 @@ def compiling(machine: Machine, report: Report) -> None:
             _compiling(machine, report, names, ("shipped",))
 
 
+def _capability() -> int:
+    return int("".join(map(str, torch.cuda.get_device_capability())))
+
+
 def _build(machine: Machine, report: Report, folder: Path) -> None:
     """Machine code for this card in a folder, from which every process after this one loads it."""
-    card = 80 if machine.twin else int("".join(map(str, torch.cuda.get_device_capability())))
+    card = 80
+    if not machine.twin:  # by a process of its own: one with CUDA cannot be forked
+        with ProcessPoolExecutor(1, get_context("fork")) as pool:
+            card = pool.submit(_capability).result()
     modules.FOLDER, start = folder, perf_counter()
     if machine.twin:
         modules.FAMILIES = (reference.FP16,)
@@ -151,8 +159,9 @@ def _tests(report: Report) -> None:
 
     counted, folder = Counted(), str(ROOT / "tests" / "kernel")
     chosen = "(card or cuda_device) and not speed"
+    workers = ["-n", str(min(8, os.cpu_count() or 1))] if find_spec("xdist") else []
     code = pytest.main(
-        ["-q", "-p", "no:cacheprovider", "-k", chosen, f"--rootdir={ROOT}", folder],
+        ["-q", "-p", "no:cacheprovider", *workers, "-k", chosen, f"--rootdir={ROOT}", folder],
         plugins=[counted],
     )
     report(

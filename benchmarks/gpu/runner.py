@@ -154,8 +154,8 @@ def run(step: Step, *, twin: bool, folder: Path) -> Result:
 
 
 def _end(process: int) -> int:
-    """Let it say where it is, then kill it."""
-    os.kill(process, signal.SIGUSR1)
+    """Let it and its ranks say where they are, then kill them."""
+    os.killpg(process, signal.SIGUSR1)
     time.sleep(0.3)
     _kill(process)
     os.waitpid(process, 0)

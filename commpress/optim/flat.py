@@ -168,14 +168,18 @@ def adam_step(
     counts: list[torch.Tensor],
 ) -> None:
     """Take Adam's step with torch's fused kernel, so equal bit for bit. ``counts``: steps taken by
-    each parameter, ``ENDLESS`` without bias correction."""
+    each parameter, on the host; ``ENDLESS`` without bias correction."""
+    steps = counts  # that kernel reads and advances them where the weights are
+    if weights and weights[0].device.type != "cpu":
+        steps = list(torch.stack(counts).to(weights[0].device, non_blocking=True).unbind())
+        torch._foreach_add_(counts, 1.0)
     adam(
         weights,
         gradients,
         momenta,
         variances,
         [],
-        counts,
+        steps,
         fused=True,
         amsgrad=False,
         beta1=group["betas"][0],

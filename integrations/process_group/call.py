@@ -53,6 +53,8 @@ class GroupWork(dist.Work):
         except Exception as error:  # for the caller, not for the thread that issues the call
             self.fail(error)
             return
+        if self.inner is None:
+            self.inner = Ordered(self.tensors)
         self.issue = _issued
         self.settled = True
         if self._future is not None:
@@ -168,6 +170,33 @@ class FutureWork:
 
     def get_future(self) -> torch.futures.Future[Any]:
         return self.future
+
+
+@dataclass
+class Ordered:
+    """Work of a call that the caller's stream runs, for which NCCL returns none: whatever that
+    stream runs later comes after it."""
+
+    tensors: Sequence[torch.Tensor]
+
+    def wait(self, timeout: timedelta = _ZERO) -> None:
+        """Nothing is left to wait for."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    is_success = is_completed
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return list(self.tensors)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        done = future_on(self.tensors[0].device) if len(self.tensors) else torch.futures.Future()
+        done.set_result(self.result())
+        return done
 
 
 def profiling() -> bool:
