@@ -25,9 +25,7 @@ from commpress.collectives.buckets import Message, one_message
 from commpress.collectives.frame import (
     ALL_GATHER,
     ALL_TO_ALL,
-    ASKS,
     HEADER,
-    NOT_FINITE,
     Frame,
     LateHeaders,
     on_device,
@@ -38,6 +36,7 @@ from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.devices import arithmetic
+from commpress.kernels.headers import ASKS, NOT_FINITE
 from commpress.kernels.pieces import own_row
 from commpress.timeline import Timeline
 from commpress.work import Handed, Steps, overlapped
@@ -329,13 +328,11 @@ def average_rows(
     )
 
     start = perf_counter()
-    flag = (
-        torch.full((1,), flags, dtype=torch.uint8, device=device)
-        if late is None
-        else late.flags(inbox)
-    )
-    asked = flag & ASKS
-    flag &= NOT_FINITE
+    if late is None:
+        marks = torch.tensor([flags & NOT_FINITE, flags & ASKS], dtype=torch.uint8, device=device)
+    else:
+        marks = late.flags(inbox)
+    flag = marks[:1]
     seed, row = noise(call.key, rank, 1), reply[:, HEADER:]
     owed = {} if old is None or new is None else old.serving(new)
     if message.mean is pieces:
@@ -350,7 +347,7 @@ def average_rows(
         workspace.give_rows(scratch)
     workspace.encoded(start)
     frame = Frame(ALL_GATHER, ranks, message.codec, pieces.numel, call.sequence, message.label)
-    flags = yield from exchange(every, reply, frame, flag | asked, transport, workspace, late=late)
+    flags = yield from exchange(every, reply, frame, marks, transport, workspace, late=late)
     if late is not None:
         flags = late.read()
     workspace.give_rows(inbox, reply, *(() if every is outbox else (outbox,)))

@@ -23,7 +23,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Mapping
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -32,16 +32,14 @@ import torch
 
 from commpress.checksum import checksum_of
 from commpress.errors import CommunicationError, Corrupted, InvalidArgument, Mismatch
+from commpress.kernels import devices
+from commpress.kernels.headers import FLAGS, HEADER, SUM
 from commpress.work import stream_of
 
-HEADER = 64  # bytes
 # bytes: a length from a peer that is more is none
 LONGEST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 AGREED = (slice(0, 4), slice(5, 60))  # the bytes in which two ranks must not differ
-FLAGS = 4
-# the sender's numbers are not finite; it asks all others for a vote after this step
-NOT_FINITE, ASKS = 1, 2
-_CHECKED, _SUM = 5, 60
+_CHECKED = 5
 _LAYOUT = struct.Struct("<2sBBBBH24sQIIQ")
 _U32 = struct.Struct("<I")
 _VERSION = 2
@@ -124,7 +122,13 @@ class OnDevice(Protocol):
 def on_device(transport: Any) -> OnDevice | None:
     """Return ``transport``, or the one that it counts, if that moves rows where they lie."""
     transport = getattr(transport, "counted", transport)
-    return transport if isinstance(transport, OnDevice) else None
+    kind: type = type(transport)
+    return transport if _moves_rows(kind) else None
+
+
+@cache  # asking a protocol costs as much as a launch
+def _moves_rows(kind: type) -> bool:
+    return issubclass(kind, OnDevice)
 
 
 class Frame(NamedTuple):
@@ -220,16 +224,15 @@ def pack_rows(frames: Mapping[int, Frame], size: int) -> torch.Tensor:
 
 
 def stamp(rows: torch.Tensor, packed: torch.Tensor, flag: torch.Tensor) -> None:
-    """Write the header before every row; ``flag`` (uint8[1]) holds this rank's flags."""
-    rows[:, :HEADER] = packed.to(rows.device, non_blocking=True)
-    rows[:, FLAGS : FLAGS + 1] = flag
+    """Write the header before every row; ``flag``, uint8 of any length, holds this rank's flags."""
+    devices.header_arithmetic(rows.device).stamp(rows, packed, flag)
     if not packed[_CHECKED]:
         return
     host = rows.cpu()
     for row in rows_in(host):
-        _U32.pack_into(row, _SUM, _sum(row[FLAGS], row[HEADER:]))
+        _U32.pack_into(row, SUM, _sum(row[FLAGS], row[HEADER:]))
     if rows.device.type != "cpu":
-        rows[:, _SUM:HEADER] = host[:, _SUM:HEADER].to(rows.device)
+        rows[:, SUM:HEADER] = host[:, SUM:HEADER].to(rows.device)
 
 
 def stamp_rows(headers: torch.Tensor, payloads: Mapping[int, torch.Tensor]) -> None:
@@ -238,7 +241,7 @@ def stamp_rows(headers: torch.Tensor, payloads: Mapping[int, torch.Tensor]) -> N
     rows = rows_in(host)
     for r, payload in payloads.items():
         if rows[r][_CHECKED]:
-            _U32.pack_into(rows[r], _SUM, _sum(rows[r][FLAGS], memory_of(payload.cpu())))
+            _U32.pack_into(rows[r], SUM, _sum(rows[r][FLAGS], memory_of(payload.cpu())))
     headers.copy_(host)
 
 
@@ -249,10 +252,10 @@ def same(mine: bytes, theirs: bytes) -> bool:
     return all(mine[part] == theirs[part] for part in AGREED)
 
 
-def alike(mine: Any, theirs: Any) -> Any:
-    """Compare headers as ``same`` does, row by row, in arrays or in tensors of one device."""
+def alike(mine: np.ndarray, theirs: np.ndarray) -> Any:
+    """Compare headers as ``same`` does, row by row."""
     differ = mine != theirs
-    differ[:, FLAGS] = differ[:, _SUM:] = False
+    differ[:, FLAGS] = differ[:, SUM:] = False
     return ~differ.any()
 
 
@@ -276,11 +279,9 @@ class LateHeaders:
         self._coming.append((host.copy_(received[:, :HEADER], non_blocking=True), frame, packed))
 
     def flags(self, received: torch.Tensor) -> torch.Tensor:
-        """Return uint8[1] on the device: the combined flags of the rows that were seen last."""
-        packed = self._coming[-1][2]
-        right = alike(received[:, :HEADER], packed.to(received.device, non_blocking=True))
-        flags = [(received[:, FLAGS] & which).amax() for which in (NOT_FINITE, ASKS)]
-        return (flags[0] | ~right | flags[1]).view(1)
+        """Return uint8[2] on the device, the flags of the rows that were seen last: ``NOT_FINITE``
+        or 0, ``ASKS`` or 0."""
+        return devices.header_arithmetic(received.device).compare(received, self._coming[-1][2])
 
     def read(self) -> int:
         """Wait for all headers and ``verify`` them; return the flags of the rows seen last."""
@@ -362,7 +363,7 @@ def _sum(flags: int, payload: memoryview) -> int:
 
 
 def _whole(header: memoryview, payload: memoryview) -> bool:
-    return _U32.unpack_from(header, _SUM)[0] == _sum(header[FLAGS], payload)
+    return _U32.unpack_from(header, SUM)[0] == _sum(header[FLAGS], payload)
 
 
 def _complaint(

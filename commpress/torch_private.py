@@ -50,6 +50,15 @@ adam: Callable[..., None] = (
 ENDLESS = 1e9  # steps after which a bias correction is exactly 1
 
 
+# ---------------------------------------------------------------- streams
+
+
+def current_stream_address(device: int) -> int:
+    """Return the address of this thread's current stream, without an object for it, which costs
+    more than a launch."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
 # ---------------------------------------------------------------- process groups
 
 

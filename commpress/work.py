@@ -131,9 +131,8 @@ class Handed(Generic[T]):
     """
 
     def __init__(self, what: T, device: torch.device) -> None:
-        stream = stream_of(device)
-        self.what, self._device = what, device
-        self._event = None if stream is None else stream.record_event()
+        self.what, self._device, self._stream = what, device, stream_of(device)
+        self._event = None if self._stream is None else self._stream.record_event()
 
     def reclaim(self) -> T:
         """Return the object for use on the host, which waits for the giver's stream."""
@@ -144,7 +143,7 @@ class Handed(Generic[T]):
     def take(self) -> T:
         """Return the object for use on this thread's stream, which waits for the giver's."""
         stream = stream_of(self._device)
-        if stream is not None and self._event is not None:
+        if stream is not None and self._event is not None and stream != self._stream:
             stream.wait_event(self._event)
             if isinstance(self.what, torch.Tensor):
                 self.what.record_stream(stream)

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from commpress.kernels import devices
+from commpress.kernels import devices, headers
 from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.cuda import row_codec as cuda
 
@@ -347,6 +347,28 @@ class Kernels:
         return call
 
 
+class Headers:
+    """The kernels of headers: one launch each, bytes as the processor makes them."""
+
+    @staticmethod
+    def stamp(message: torch.Tensor, header: torch.Tensor, flags: torch.Tensor) -> None:
+        with _disable_current_modes():
+            headers.stamp(plain(message), header, plain(flags))
+        Headers._launched([flags], [message])
+
+    @staticmethod
+    def compare(message: torch.Tensor, header: torch.Tensor) -> torch.Tensor:
+        with _disable_current_modes():
+            found: torch.Tensor = wrapped(headers.compare(plain(message), header))
+        Headers._launched([message], [found])
+        return found
+
+    @staticmethod
+    def _launched(reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
+        here().counts["launches"] += 1
+        here().launched(current(), reads=reads, writes=writes)
+
+
 _HERE: list[CardTwin] = []
 
 
@@ -398,6 +420,7 @@ def card_twin() -> Iterator[CardTwin]:
             mock.patch.object(threading.Thread, "run", in_thread),
             mock.patch.object(torch.Tensor, "to", moved),
             mock.patch.object(devices, "cuda", Kernels()),
+            mock.patch.object(devices, "cuda_headers", Headers),
             _Mode(),
         ):
             yield twin

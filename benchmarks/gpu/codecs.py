@@ -60,22 +60,21 @@ def compiling(machine: Machine, report: Report) -> None:
             _compiling(machine, report, names, ("shipped",))
 
 
-def _capability() -> int:
-    return int("".join(map(str, torch.cuda.get_device_capability())))
-
-
 def _build(machine: Machine, report: Report, folder: Path) -> None:
     """Machine code for this card in a folder, from which every process after this one loads it."""
-    card = 80
-    if not machine.twin:  # by a process of its own: one with CUDA cannot be forked
-        with ProcessPoolExecutor(1, get_context("fork")) as pool:
-            card = pool.submit(_capability).result()
     modules.FOLDER, start = folder, perf_counter()
     if machine.twin:
         modules.FAMILIES = (reference.FP16,)
-    made = machine_code.build(folder, (card,))
+    # by a process of its own: one with CUDA cannot be forked
+    with ProcessPoolExecutor(1, get_context("fork")) as pool:
+        nbytes = pool.submit(_built, machine.twin, folder).result()
     report("shipped: made", perf_counter() - start, "s")
-    report("shipped: size", sum(path.stat().st_size for path in made) / 1e6, "MB")
+    report("shipped: size", nbytes / 1e6, "MB")
+
+
+def _built(twin: bool, folder: Path) -> int:
+    card = 80 if twin else int("".join(map(str, torch.cuda.get_device_capability())))
+    return sum(path.stat().st_size for path in machine_code.build(folder, (card,)))
 
 
 def _compiling(
@@ -156,6 +155,8 @@ def _tests(report: Report) -> None:
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.when == "call" or report.outcome != "passed":
                 self.outcomes[report.outcome] += 1
+            if report.failed:  # at once: the step may run out of time
+                print(f"{report.nodeid}\n{report.longreprtext}", flush=True)
 
     counted, folder = Counted(), str(ROOT / "tests" / "kernel")
     chosen = "(card or cuda_device) and not speed"

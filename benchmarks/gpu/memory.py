@@ -161,7 +161,7 @@ def crossing(machine: Machine, up: int, down: int) -> float:
 
 def updating(machine: Machine, count: int) -> float:
     """Seconds of the processor's update of so many elements by AdamW, from those of a part."""
-    part = min(count, machine.size(1 << 24, 1 << 10))
+    part = min(count, machine.size(1 << 26, 1 << 10))  # more than caches hold
     one = nn.Parameter(torch.zeros(part))
     one.grad = torch.ones(part)
     step = torch.optim.AdamW([one], lr=1e-3, fused=True).step

@@ -191,9 +191,10 @@ class TorchTransport:
         One small collective. Not only for sizes never seen: a rank that has seen its size would
         enter the all-to-all while another is still here.
         """
-        mine = torch.zeros(1, HEADER + 8, dtype=torch.uint8)
-        mine[0, :HEADER] = header
-        mine[0, HEADER:] = torch.tensor([length], dtype=torch.int64).view(torch.uint8)
+        if self.size == 1:
+            return
+        said = bytearray(header.cpu().numpy().tobytes() + length.to_bytes(8, "little"))
+        mine = torch.frombuffer(said, dtype=torch.uint8).view(1, -1)
         every = mine.new_empty(self.size, HEADER + 8)
         if self.control is not None:
             self._agreements += 1
@@ -201,13 +202,11 @@ class TorchTransport:
         else:
             _Checked(self, all_gather_single(every, mine, group=self.group, async_op=True)).wait()
         rows = every.numpy()
+        own = bytes(said)
         different = tuple(
             r
-            for r, row in enumerate(rows)
-            if not (
-                same(rows[self.rank].tobytes(), row.tobytes())
-                and (row[HEADER:] == rows[self.rank, HEADER:]).all()
-            )
+            for r, row in enumerate(map(bytes, rows))
+            if not (same(own, row) and row[HEADER:] == own[HEADER:])
         )
         if different:
             peers = "; ".join(f"{self.peer(r)} sends {_row(rows[r])}" for r in different)

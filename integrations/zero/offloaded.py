@@ -184,8 +184,11 @@ class Offloaded(StoredOptimizer):
         self._choose_tiers(budgets)
         self._pins, self.meter = "host" in budgets, Meter()
         self._disk = any(chunk.passes for chunk in self.chunks)  # the disk is used during a step
-        kind = StoredGradients if self._streams else ParameterGradients
-        self._gradients = kind(store, self.chunks)
+        self._gradients = (
+            StoredGradients(store, self.chunks, norms=max_grad_norm is not None)
+            if self._streams
+            else ParameterGradients(store, self.chunks)
+        )
         self._early = (
             BackwardUpdates(self._start, self._update_early) if gradients == "backward" else None
         )
@@ -217,6 +220,9 @@ class Offloaded(StoredOptimizer):
         beside = self.streamed.room() if self.streamed is not None else 0
         usage, largest = self.store.usage(), max(map(self._needed, self.chunks))
         reserve = UNDER_WAY * largest + beside
+        every = sum(self._needed(c) + c.copied * padded(4 * c.numel) for c in self.chunks)
+        if not budgets and every + beside <= usage.host_capacity:  # none passes
+            reserve = beside
         if usage.host_capacity < reserve:
             raise InvalidArgument(
                 f"the store has {usage.host_capacity} bytes of host memory, but {UNDER_WAY} chunks "

@@ -297,8 +297,14 @@ class StoredGradients(ParameterGradients):
     The tensor of a chunk on disk is written as soon as it is complete.
     """
 
-    def __init__(self, store: TieredStore, chunks: Sequence[UpdateChunk]) -> None:
+    def __init__(
+        self, store: TieredStore, chunks: Sequence[UpdateChunk], *, norms: bool = True
+    ) -> None:
+        """``norms``: their norm will be asked for."""
         super().__init__(store, chunks)
+        self._norms = norms
+        # squares of the norms of gradients that came from a device, where that is quicker
+        self._parts: dict[UpdateChunk, dict[ChunkRange, float]] = {}
         self._there: dict[UpdateChunk, set[ChunkRange]] = {}  # ranges with a gradient in the store
         self._used: dict[UpdateChunk, set[ChunkRange]] = {}  # those of the step that is running
         self._squares: dict[UpdateChunk, float] = {}  # squares of norms of complete gradients
@@ -356,6 +362,7 @@ class StoredGradients(ParameterGradients):
                 "each backward, or pass the micro-batches to streamed.accumulate"
             )
         there, name = self._there.setdefault(chunk, set()), chunk.name(GRADIENT)
+        self._note(chunk, values, there)
         new = self._new.setdefault(chunk, set())
         if not there:
             flat = self._scratch[: chunk.numel].zero_()
@@ -380,8 +387,9 @@ class StoredGradients(ParameterGradients):
                     del self._there[chunk]
                     return
                 del self._used[chunk]
-            self._squares[chunk] = self._square(chunk)
             if chunk.passes:
+                if self._norms:
+                    self._squares[chunk] = self._square(chunk)
                 self._leaving.append(self._store.evict(name))
             if len(self._leaving) > LEAVING:
                 self._leaving.pop(0).wait()
@@ -395,7 +403,19 @@ class StoredGradients(ParameterGradients):
         _arrive(there.values())
         return values | staged
 
+    def _note(
+        self, chunk: UpdateChunk, values: dict[ChunkRange, torch.Tensor], there: set[ChunkRange]
+    ) -> None:
+        """Sum up the squares of gradients on a device, unless others are there to be added to."""
+        parts = self._parts.setdefault(chunk, {})
+        for own, value in values.items():
+            parts.pop(own, None)
+            if self._norms and own not in there and value.device.type != "cpu":
+                parts[own] = _square_sum([value])
+
     def _square(self, chunk: UpdateChunk) -> float:
+        if len(parts := self._parts.get(chunk, {})) == len(chunk.ranges):
+            return sum(parts[own] for own in chunk.ranges)
         with self._store.borrow(chunk.name(GRADIENT), write=False) as held:
             return _square_sum(own.inside(held) for own in chunk.ranges)
 
@@ -422,6 +442,7 @@ class StoredGradients(ParameterGradients):
     def take(self) -> None:
         self._used, self._there = self._there, {}
         self._squares.clear()
+        self._parts.clear()
         self._new.clear()
 
     def put_back(self) -> None:
@@ -438,6 +459,7 @@ class StoredGradients(ParameterGradients):
             self._store.delete(chunk.name(GRADIENT))
         self._there.clear()
         self._squares.clear()
+        self._parts.clear()
         self._new.clear()
 
     def settle(self) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 from commpress.kernels.cpu import object_cache
 from commpress.kernels.reference import BITS, LOG, SIGN_L1, SIGN_RMS
 
-ADAM = LOG + 1  # the optimizers' passes have a family of their own
-FAMILIES = (*range(SIGN_L1, LOG + 1), ADAM)
+ADAM, HEADERS = LOG + 1, LOG + 2  # the optimizers' passes and headers have families of their own
+FAMILIES = (*range(SIGN_L1, LOG + 1), ADAM, HEADERS)
 FOLDER = Path(__file__).parent / "cubins"
 log = logging.getLogger("commpress")
 
@@ -39,6 +39,8 @@ def source(family: int) -> str:
         names.append("rows.cu")
     if family == ADAM:
         names = ["arithmetic.cu", "adam.cu"]
+    if family == HEADERS:
+        names = ["headers.cu"]
     here = files("commpress.kernels.cuda")
     return "\n".join(
         f'#line 1 "{name}"\n{here.joinpath(name).read_text("ascii")}' for name in names

@@ -13,7 +13,7 @@ because the allocator reuses memory in stream order, calls on several streams ne
 """
 
 from collections.abc import Callable, Iterator
-from functools import cache, wraps
+from functools import cache, lru_cache, wraps
 from typing import Any, NamedTuple, ParamSpec
 
 import numpy as np
@@ -34,8 +34,10 @@ from commpress.kernels.pieces import (
     Pieces,
 )
 from commpress.kernels.reference import BITS, CHUNK, SIGN_RMS, row_header_bytes
+from commpress.torch_private import current_stream_address
 
 THREADS, FINISH_THREADS = 256, 1024
+STREAMS = 256  # of torch, for which CuPy's objects are kept
 # elements per thread block; always TILE for blocks with a header
 TILE, DECODE_TILE = CHUNK, 2 * CHUNK
 ROW_SCALE = 62  # log2 of a block for one scale per row: element >> 62 is always 0
@@ -57,12 +59,12 @@ class Launch(NamedTuple):
 
 
 class Addressed(NamedTuple):
-    """A stream of torch before 2.10 with the protocol by which CuPy gets a stream's address."""
+    """The address of a stream, with the protocol by which CuPy gets it."""
 
-    stream: torch.cuda.Stream
+    stream: int
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.stream.cuda_stream
+        return 0, self.stream
 
 
 # ---------------------------------------------------------------- compiling and launching
@@ -77,6 +79,15 @@ def _cupy() -> Any:
             "or 'commpress[cuda13]' for CUDA 13"
         ) from error
     return cupy
+
+
+@lru_cache(STREAMS)
+def _stream(address: int, device: int) -> Any:
+    """Return CuPy's object for a stream of torch."""
+    cuda = _cupy().cuda
+    if hasattr(cuda.Stream, "from_external"):  # since CuPy 14, where ExternalStream warns
+        return cuda.Stream.from_external(Addressed(address))
+    return cuda.ExternalStream(address, device)
 
 
 @cache
@@ -96,15 +107,8 @@ def execute(launch: Launch) -> None:
             f"tensors are on {launch.device}, expected a CUDA device: use "
             "commpress.kernels.cpu.row_codec for them"
         )
-    cuda, device = _cupy().cuda, launch.device.index
-    stream = torch.cuda.current_stream(device)
-    if hasattr(cuda.Stream, "from_external"):  # since CuPy 14, where ExternalStream warns
-        ours = cuda.Stream.from_external(
-            stream if hasattr(stream, "__cuda_stream__") else Addressed(stream)
-        )
-    else:
-        ours = cuda.ExternalStream(stream.cuda_stream, device)
-    with cuda.Device(device), ours:
+    device = launch.device.index
+    with _cupy().cuda.Device(device), _stream(current_stream_address(device), device):
         _kernel(launch.family, launch.kernel, device)(
             (launch.grid,), (launch.threads,), launch.args
         )

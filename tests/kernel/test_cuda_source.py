@@ -152,14 +152,9 @@ def test_a_missing_cupy_names_the_cure(monkeypatch):
         cuda._cupy()
 
 
-OLD = SimpleNamespace(cuda_stream=77)  # a stream of torch before 2.10
-NEW = SimpleNamespace(cuda_stream=77, __cuda_stream__=lambda: (0, 77))
-
-
-@pytest.mark.parametrize(("version", "stream"), [(14, NEW), (14, OLD), (13, NEW), (13, OLD)])
-def test_launches_go_to_cupy_on_the_current_stream(monkeypatch, version, stream):
-    """CuPy is asked in the words of version 14 and in those before, with the streams of every
-    torch."""
+@pytest.mark.parametrize("version", [14, 13])
+def test_launches_go_to_cupy_on_the_current_stream(monkeypatch, version):
+    """CuPy is asked in the words of version 14 and in those before."""
     device, asked = torch.device("cuda", 3), []
 
     @contextmanager
@@ -187,7 +182,8 @@ def test_launches_go_to_cupy_on_the_current_stream(monkeypatch, version, stream)
             "from_external", *stream.__cuda_stream__()
         )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: stream)
+    monkeypatch.setattr(cuda, "current_stream_address", lambda index: 77)
+    monkeypatch.setattr(cuda, "_stream", cuda._stream.__wrapped__)
     monkeypatch.setattr(cuda, "_kernel", cuda._kernel.__wrapped__)
     monkeypatch.setattr(cuda, "_module", cuda._module.__wrapped__)
     cuda.execute(cuda.Launch("settle", 0, 5, 256, (np.int32(1),), device))

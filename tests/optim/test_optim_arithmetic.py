@@ -7,14 +7,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commpress
+from commpress import torch_private
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.kernels import adam
 from commpress.kernels.cpu import adam as cpu_adam
 from commpress.kernels.cpu import calls as cpu_calls
 from commpress.kernels.cuda import adam as cuda_adam
 from commpress.kernels.cuda.modules import ADAM
+from commpress.optim import flat
 from commpress.optim.flat import Flat
 from cuda_shim import Shim, compiler
+from gpu.card_twin import CARD, card_twin
 from optim_twin import equal, start
 
 SHAPES = ((40, 50), (7,), (0,), (300, 11), (130,), (1000,))
@@ -216,6 +219,34 @@ def test_what_is_sent_is_cut_at_its_reach_and_infinity_is_not(compiled, monkeypa
     torch.testing.assert_close(
         out[:5], torch.tensor([2.0, 2.0, -2.0, float("inf"), float("nan")]), equal_nan=True
     )
+
+
+def test_counts_are_where_the_weights_are_and_advance_on_the_host(monkeypatch):
+    """Torch's kernel for a card takes no counts of the host."""
+    seen = []
+
+    def adam(weights, gradients, momenta, variances, _, steps, **options):
+        seen.append({each.device for each in steps})
+        taken.append([float(each) + 1 for each in steps])
+        torch_private.adam(
+            *([each.cpu() for each in every] for every in (weights, gradients, momenta)),
+            [each.cpu() for each in variances],
+            [],
+            [each.cpu() for each in steps],
+            **options,
+        )
+
+    taken = []
+    monkeypatch.setattr(flat, "adam", adam)
+    group = {"betas": (0.9, 0.999), "lr": 0.1, "weight_decay": 0.0, "eps": 1e-8}
+    counts = [torch.tensor(3.0), torch.tensor(torch_private.ENDLESS)]
+    with card_twin():
+        lists = [[torch.ones(5).to(CARD), torch.ones(7).to(CARD)] for _ in range(4)]
+        flat.adam_step(group, *lists, counts)
+        flat.adam_step(group, *lists, counts)
+    assert seen == [{CARD}] * 2
+    assert [each[0] for each in taken] == [4.0, 5.0]
+    assert float(counts[0]) == 5.0
 
 
 def test_what_begins_late_begins_with_its_whole_square():

@@ -738,6 +738,20 @@ def test_futures_of_calls_on_a_card_are_those_of_its_streams(monkeypatch):
     assert asked == [{"devices": [torch.device("cuda", 0)]}]
 
 
+def test_a_call_for_which_a_backend_returns_no_work_is_done():
+    """NCCL has none for a synchronous call, which the caller's stream runs."""
+    x = torch.ones(3)
+    work = call.GroupWork(None, lambda work: None, [x])
+    early = work.get_future()
+    work.start()
+    assert work.wait()
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.exception() is None
+    assert work.result()[0] is x
+    assert early.wait()[0] is work.get_future().wait()[0] is x
+
+
 class OnCard:
     """Stand-in for a tensor."""
 

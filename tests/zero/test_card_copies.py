@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import commpress
+from commpress.integrations.zero import update_chunk
 from commpress.tiered_mem import Options
 from gpu.card_twin import CARD, EarlyUse, Stream, card_twin
 
@@ -112,6 +113,48 @@ def test_a_second_gradient_is_added_by_way_of_pinned_memory(tmp_path):
             backward(net, x)
         assert twin.counts["bytes by pageable memory"] == 0
         optimizer.close()
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_a_norm_is_summed_on_the_card_and_only_where_it_is_wanted(tmp_path, monkeypatch, clipped):
+    devices, summed = [], update_chunk._square_sum
+
+    def square_sum(parts):
+        parts = list(parts)
+        devices.extend(part.device.type for part in parts)
+        return summed(parts)
+
+    monkeypatch.setattr(update_chunk, "_square_sum", square_sum)
+    more = {"max_grad_norm": 1e-3} if clipped else {}
+    with opened(tmp_path) as (_, store):
+        net, x = model(CARD), inputs().to(CARD)
+        streamed = commpress.stream(net, store=store, blocks=[nn.Linear], chunk_mb=0.02)
+        optimizer = offloaded(net, store, **more)
+        for _ in range(2):
+            backward(net, x)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert devices == ["cuda"] * (2 * LAYERS if clipped else 0)
+        if clipped:  # a second gradient is added on the host, where both are
+            devices.clear()
+            for _ in range(2):
+                backward(net, x)
+            optimizer.step()
+            assert devices == ["cuda"] * LAYERS + ["cpu"] * LAYERS
+        state = streamed.state_dict()
+        found = [state[f"{i}.weight"].cpu() for i in range(LAYERS)]
+        optimizer.close()
+    if clipped:
+        twin, x = model("cpu"), inputs()
+        optimizer = torch.optim.AdamW(twin.parameters(), **ADAM)
+        for backwards in (1, 1, 2):
+            for _ in range(backwards):
+                backward(twin, x)
+            nn.utils.clip_grad_norm_(twin.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+        for ours, theirs in zip(found, twin, strict=True):
+            torch.testing.assert_close(ours, theirs.weight.detach(), rtol=1e-6, atol=1e-7)
 
 
 def test_values_that_a_side_stream_reads_are_not_written_before(tmp_path):
