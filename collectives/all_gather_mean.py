@@ -26,10 +26,9 @@ from commpress.collectives.allreduce import ALONGSIDE, Call, Outcome, Workspace,
 from commpress.collectives.buckets import MESSAGE, Message, Span, messages
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchange, Exchanges, FlatExchange
-from commpress.collectives.frame import ALL_GATHER, HEADER, Frame
+from commpress.collectives.frame import ALL_GATHER, ASKS, HEADER, NOT_FINITE, Frame
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
-from commpress.kernels.headers import ASKS, NOT_FINITE
 from commpress.kernels.pieces import aligned
 from commpress.work import Steps, overlapped
 

@@ -25,7 +25,9 @@ from commpress.collectives.buckets import Message, one_message
 from commpress.collectives.frame import (
     ALL_GATHER,
     ALL_TO_ALL,
+    ASKS,
     HEADER,
+    NOT_FINITE,
     Frame,
     LateHeaders,
     on_device,
@@ -36,7 +38,6 @@ from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.devices import arithmetic
-from commpress.kernels.headers import ASKS, NOT_FINITE
 from commpress.kernels.pieces import own_row
 from commpress.timeline import Timeline
 from commpress.work import Handed, Steps, overlapped

@@ -14,11 +14,10 @@ import torch
 from commpress.collectives.agreement import gathered
 from commpress.collectives.allreduce import Call, Workspace, exchange
 from commpress.collectives.buckets import Message
-from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame, Rows
+from commpress.collectives.frame import ALL_TO_ALL, HEADER, NOT_FINITE, Frame, Rows
 from commpress.collectives.transports.factory import enroll, own_transport, ranks_of
 from commpress.collectives.transports.loopback import Loopback
 from commpress.collectives.transports.transport import InFront, Transport
-from commpress.kernels.headers import NOT_FINITE
 from commpress.logs import tell_on_first, warn_on_first
 from commpress.totals import Totals
 from commpress.work import JobFuture, Steps, Work, Worker, run

@@ -32,14 +32,17 @@ import torch
 
 from commpress.checksum import checksum_of
 from commpress.errors import CommunicationError, Corrupted, InvalidArgument, Mismatch
-from commpress.kernels import devices
-from commpress.kernels.headers import FLAGS, HEADER, SUM
+from commpress.kernels.cuda import headers as on_card
 from commpress.work import stream_of
 
+HEADER = 64  # bytes
 # bytes: a length from a peer that is more is none
 LONGEST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 AGREED = (slice(0, 4), slice(5, 60))  # the bytes in which two ranks must not differ
-_CHECKED = 5
+FLAGS = 4
+# the sender's numbers are not finite; it asks all others for a vote after this step
+NOT_FINITE, ASKS = 1, 2
+_CHECKED, SUM = 5, 60
 _LAYOUT = struct.Struct("<2sBBBBH24sQIIQ")
 _U32 = struct.Struct("<I")
 _VERSION = 2
@@ -225,7 +228,11 @@ def pack_rows(frames: Mapping[int, Frame], size: int) -> torch.Tensor:
 
 def stamp(rows: torch.Tensor, packed: torch.Tensor, flag: torch.Tensor) -> None:
     """Write the header before every row; ``flag``, uint8 of any length, holds this rank's flags."""
-    devices.header_arithmetic(rows.device).stamp(rows, packed, flag)
+    if rows.device.type == "cuda":
+        on_card.stamp(rows, packed, flag)
+    else:
+        rows[:, :HEADER] = packed
+        rows[:, FLAGS] = reduce(or_, flag.tolist())
     if not packed[_CHECKED]:
         return
     host = rows.cpu()
@@ -259,6 +266,14 @@ def alike(mine: np.ndarray, theirs: np.ndarray) -> Any:
     return ~differ.any()
 
 
+def compared(rows: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """Return uint8[2]: ``NOT_FINITE`` if a row has that flag or another header, else 0; ``ASKS`` if
+    a row has that flag, else 0."""
+    right = all(same(packed.numpy().tobytes(), row[:HEADER].numpy().tobytes()) for row in rows)
+    flags = reduce(or_, rows[:, FLAGS].tolist()) | (0 if right else NOT_FINITE)
+    return torch.tensor([flags & NOT_FINITE, flags & ASKS], dtype=torch.uint8)
+
+
 class LateHeaders:
     """Headers on their way from a GPU: the host waits once for those of several exchanges, before
     anything is committed.
@@ -281,7 +296,10 @@ class LateHeaders:
     def flags(self, received: torch.Tensor) -> torch.Tensor:
         """Return uint8[2] on the device, the flags of the rows that were seen last: ``NOT_FINITE``
         or 0, ``ASKS`` or 0."""
-        return devices.header_arithmetic(received.device).compare(received, self._coming[-1][2])
+        packed = self._coming[-1][2]
+        if received.device.type == "cuda":
+            return on_card.compare(received, packed)
+        return compared(received, packed)
 
     def read(self) -> int:
         """Wait for all headers and ``verify`` them; return the flags of the rows seen last."""

@@ -33,11 +33,10 @@ from commpress.collectives.allreduce import (
 )
 from commpress.collectives.buckets import MESSAGE, PIECE, Message, Span, describe
 from commpress.collectives.channel import Channel
-from commpress.collectives.frame import ALL_GATHER, HEADER, Frame
+from commpress.collectives.frame import ALL_GATHER, ASKS, HEADER, NOT_FINITE, Frame
 from commpress.errors import StateMismatch
 from commpress.feedback import ErrorFeedback, Key, Residual, ResidualStore
 from commpress.kernels.devices import arithmetic
-from commpress.kernels.headers import ASKS, NOT_FINITE
 from commpress.kernels.pieces import (
     COLUMN,
     KIND,

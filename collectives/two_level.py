@@ -34,13 +34,12 @@ from commpress.collectives.allreduce import (
     exchange,
 )
 from commpress.collectives.buckets import Message, Span, messages
-from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, Frame
+from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, NOT_FINITE, Frame
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.transport import Transport, part_of
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.devices import arithmetic
-from commpress.kernels.headers import NOT_FINITE
 from commpress.kernels.pieces import (
     BLOCK,
     HASH,

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from commpress.errors import InvalidArgument
-from commpress.kernels import adam, headers, lamb, low_rank, registered_rows
+from commpress.kernels import adam, lamb, low_rank, registered_rows
 from commpress.kernels.cpu import adam as cpu_adam
 from commpress.kernels.cpu import lamb as cpu_lamb
 from commpress.kernels.cpu import low_rank as cpu_low_rank
 from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.cuda import adam as cuda_adam
-from commpress.kernels.cuda import headers as cuda_headers
 from commpress.kernels.cuda import row_codec as cuda
 from commpress.kernels.pieces import Pieces
 
@@ -70,8 +69,3 @@ def adam_arithmetic(device: torch.device) -> Any:
 def lamb_arithmetic(device: torch.device) -> Any:
     """Return LAMB's passes over layers, like ``adam_arithmetic``."""
     return cpu_lamb if device.type == "cpu" else lamb
-
-
-def header_arithmetic(device: torch.device) -> Any:
-    """Return what writes and compares the headers of rows on ``device``."""
-    return cuda_headers if device.type == "cuda" else headers

@@ -35,6 +35,62 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant(
+        "Adam's kernel is given counts of the host on a card",
+        "commpress/optim/flat.py",
+        'weights[0].device.type != "cpu"',
+        'weights[0].device.type == "meta"',
+        "tests/optim/test_optim_arithmetic.py -k counts",
+    ),
+    Mutant(
+        "the host's counts stand still",
+        "commpress/optim/flat.py",
+        "torch._foreach_add_(counts, 1.0)",
+        "pass",
+        "tests/optim/test_optim_arithmetic.py -k counts",
+    ),
+    Mutant(
+        "a call without work of its own has nothing to wait for",
+        "integrations/process_group/call.py",
+        "self.inner = Ordered(self.tensors)",
+        "pass",
+        "tests/process_group/test_group_collectives.py -k no_work",
+    ),
+    Mutant(
+        "every gradient's norm is summed",
+        "integrations/zero/offloaded.py",
+        "norms=max_grad_norm is not None",
+        "norms=True",
+        "tests/zero/test_card_copies.py -k norm",
+    ),
+    Mutant(
+        "a second gradient leaves the norm as it was",
+        "integrations/zero/update_chunk.py",
+        "parts.pop(own, None)",
+        "pass",
+        "tests/zero/test_card_copies.py -k norm",
+    ),
+    Mutant(
+        "a state that fits leaves room for chunks that pass",
+        "integrations/zero/offloaded.py",
+        "reserve = beside",
+        "pass",
+        "tests/zero/test_offloaded.py -k fits",
+    ),
+    Mutant(
+        "a card takes another header for its own",
+        "kernels/cuda/headers.cu",
+        "at < SUM && theirs != mine",
+        "at < FLAGS && theirs != mine",
+        "tests/kernel/test_headers.py",
+    ),
+    Mutant(
+        "a card stamps one flag of several",
+        "kernels/cuda/headers.cu",
+        "i < count; ++i",
+        "i < 1; ++i",
+        "tests/kernel/test_headers.py",
+    ),
+    Mutant(
         "a stored value is written while a card still reads it",
         "integrations/zero/streamed_group.py",
         "store.used_on(stored.name, row.device)",
@@ -600,8 +656,8 @@ MUTANTS = [
     Mutant(
         "who asks is not passed on",
         "collectives/allreduce.py",
-        "flag | asked, transport",
-        "flag, transport",
+        "frame, marks, transport",
+        "frame, flag, transport",
         "tests/optim/test_tensor_states.py",
     ),
     Mutant(

@@ -219,6 +219,11 @@ def judge(results: Sequence[Result]) -> list[tuple[str, bool]]:
     ]
 
 
+def absent(result: Result) -> bool:
+    """Return whether a step could measure nothing on that machine."""
+    return result.status == "ok" and all("not here" in figure.note for figure in result.figures)
+
+
 def enter(page: Path, about: dict[str, Any], results: Sequence[Result]) -> None:
     """A row for this run at the top of the page's table."""
     text = page.read_text()
@@ -226,7 +231,9 @@ def enter(page: Path, about: dict[str, Any], results: Sequence[Result]) -> None:
     if not mark:
         raise InvalidArgument(f"{page} has no line {MARK!r}: the table goes below it")
     rest = after.removeprefix(TABLE)
-    held = ", ".join(r.step for r in results if r.holds) or "none"
+    held = ", ".join(r.step for r in results if r.holds and not absent(r)) or "none"
+    if gone := [r.step for r in results if absent(r)]:
+        held += f"; not possible there: {', '.join(gone)}"
     missed = (
         "<br>".join(f"{r.step}: {reason(r)[:160]}" for r in results if not r.holds).replace(
             "|", "/"

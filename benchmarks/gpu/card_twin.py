@@ -18,7 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from commpress.kernels import devices, headers
+from commpress.collectives import frame
+from commpress.kernels import devices
 from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.cuda import row_codec as cuda
 
@@ -353,13 +354,13 @@ class Headers:
     @staticmethod
     def stamp(message: torch.Tensor, header: torch.Tensor, flags: torch.Tensor) -> None:
         with _disable_current_modes():
-            headers.stamp(plain(message), header, plain(flags))
+            frame.stamp(plain(message), header, plain(flags))
         Headers._launched([flags], [message])
 
     @staticmethod
     def compare(message: torch.Tensor, header: torch.Tensor) -> torch.Tensor:
         with _disable_current_modes():
-            found: torch.Tensor = wrapped(headers.compare(plain(message), header))
+            found: torch.Tensor = wrapped(frame.compared(plain(message), header))
         Headers._launched([message], [found])
         return found
 
@@ -420,7 +421,7 @@ def card_twin() -> Iterator[CardTwin]:
             mock.patch.object(threading.Thread, "run", in_thread),
             mock.patch.object(torch.Tensor, "to", moved),
             mock.patch.object(devices, "cuda", Kernels()),
-            mock.patch.object(devices, "cuda_headers", Headers),
+            mock.patch.object(frame, "on_card", Headers),
             _Mode(),
         ):
             yield twin

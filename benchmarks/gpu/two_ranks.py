@@ -161,7 +161,7 @@ def _exchanged(rank: int, size: int, twin: bool, told: Told) -> tuple[float, flo
 def second_device(machine: Machine, report: Report) -> None:
     """A bucket on a device that is not the current one, where there are two."""
     if not machine.twin and torch.cuda.device_count() < 2:
-        report("devices", torch.cuda.device_count(), note="nothing to see with one")
+        report("devices", torch.cuda.device_count(), note="not here: there is one")
         return
     device = machine.device if machine.twin else torch.device("cuda", 1)
     channel = Channel(Loopback(1).transport(0))

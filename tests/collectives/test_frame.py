@@ -14,6 +14,7 @@ from commpress.codecs.family import NAMES
 from commpress.collectives.frame import (
     ALL_GATHER,
     ALL_TO_ALL,
+    FLAGS,
     FLAT,
     HEADER,
     Frame,
@@ -26,7 +27,6 @@ from commpress.collectives.frame import (
     verify_rows,
 )
 from commpress.errors import Corrupted, Mismatch
-from commpress.kernels.headers import FLAGS
 
 FRAME = Frame(ALL_TO_ALL, 4, "sign/l1/2048", 1000, 7, 0x89ABCDEF, checked=True)
 UNCHECKED = FRAME._replace(checked=False)

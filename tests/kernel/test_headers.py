@@ -1,10 +1,10 @@
-"""Headers written and compared by CUDA's kernels, on the processor, as by torch's operations."""
+"""Headers written and compared by CUDA's kernels, on the processor, as by the host."""
 
 import numpy as np
 import pytest
 import torch
 
-from commpress.kernels import headers
+from commpress.collectives import frame
 from commpress.kernels.cuda import headers as cuda_headers
 from commpress.kernels.cuda.modules import HEADERS
 from cuda_shim import Shim, compiler
@@ -21,8 +21,8 @@ def shim(run_folder, monkeypatch):
 
 def header():
     draw = torch.Generator().manual_seed(1)
-    found = torch.randint(0, 256, (headers.HEADER,), dtype=torch.uint8, generator=draw)
-    found[headers.FLAGS] = 0
+    found = torch.randint(0, 256, (frame.HEADER,), dtype=torch.uint8, generator=draw)
+    found[frame.FLAGS : frame.FLAGS + 2] = 0  # without a checksum
     return found
 
 
@@ -31,11 +31,11 @@ def header():
 def test_stamped_rows_are_equal_and_nothing_else_is_written(shim, rows, flags):
     both = [torch.full((rows, 96), 7, dtype=torch.uint8) for _ in range(2)]
     flags = torch.tensor(flags, dtype=torch.uint8)
-    for each, messages in zip((headers, cuda_headers), both, strict=True):
+    for each, messages in zip((frame, cuda_headers), both, strict=True):
         each.stamp(messages[:, :80], header(), flags)
     assert torch.equal(*both)
-    assert torch.equal(both[0][:, headers.HEADER :], torch.full((rows, 32), 7, dtype=torch.uint8))
-    assert (both[0][:, headers.FLAGS] == int(np.bitwise_or.reduce(flags.numpy()))).all()
+    assert torch.equal(both[0][:, frame.HEADER :], torch.full((rows, 32), 7, dtype=torch.uint8))
+    assert (both[0][:, frame.FLAGS] == int(np.bitwise_or.reduce(flags.numpy()))).all()
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -43,16 +43,16 @@ def test_stamped_rows_are_equal_and_nothing_else_is_written(shim, rows, flags):
 def test_any_other_byte_counts_as_not_finite_but_for_flags_and_checksum(shim, rows, reverse):
     shim.reverse = reverse
     message = torch.zeros(rows, 80, dtype=torch.uint8)
-    headers.stamp(message, header(), torch.zeros(1, dtype=torch.uint8))
-    for at in range(headers.HEADER):
+    frame.stamp(message, header(), torch.zeros(1, dtype=torch.uint8))
+    for at in range(frame.HEADER):
         for row in (0, rows - 1):
             for bit in (1, 2, 128):
                 other = message.clone()
                 other[row, at] ^= bit
                 found = cuda_headers.compare(other, header())
-                assert torch.equal(found, headers.compare(other, header()))
-                known = (at == headers.FLAGS and bit in (1, 2)) or (
-                    at < headers.SUM and at != headers.FLAGS
+                assert torch.equal(found, frame.compared(other, header()))
+                known = (at == frame.FLAGS and bit in (1, 2)) or (
+                    at < frame.SUM and at != frame.FLAGS
                 )
-                asks = at == headers.FLAGS and bit == 2
+                asks = at == frame.FLAGS and bit == 2
                 assert found.tolist() == [int(known and not asks), 2 * asks]
