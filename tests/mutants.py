@@ -35,6 +35,13 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant(
+        "a buffer is used before the stream that gave it back has finished",
+        "commpress/work.py",
+        "stream != self._stream",
+        "stream == self._stream",
+        "tests/zero/test_card_copies.py -k comes_back",
+    ),
+    Mutant(
         "Adam's kernel is given counts of the host on a card",
         "commpress/optim/flat.py",
         'weights[0].device.type != "cpu"',

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import commpress
+from commpress.collectives.allreduce import Workspace
 from commpress.integrations.zero import update_chunk
 from commpress.tiered_mem import Options
 from gpu.card_twin import CARD, EarlyUse, Stream, card_twin
@@ -182,3 +183,19 @@ def test_the_twin_finds_who_writes_too_early(tmp_path):
             into.copy_(held, non_blocking=True)
         with store.borrow("x") as held, pytest.raises(EarlyUse, match="host writes 16384 bytes"):
             held.zero_()
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["one stream", "two"])
+def test_a_buffer_that_comes_back_is_waited_for_by_other_streams_alone(other):
+    with card_twin():
+        workspace, first, second = Workspace(), Stream(), Stream()
+        with first:
+            buffer = workspace.lend(1000, torch.float32, CARD)
+            buffer.fill_(1)
+            workspace.take_back(buffer)
+        before = dict(second.clock)
+        with second if other else first:
+            again = workspace.lend(1000, torch.float32, CARD)
+            assert again.data_ptr() == buffer.data_ptr()
+            again.fill_(2)
+        assert (second.clock != before) == other
