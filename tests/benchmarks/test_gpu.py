@@ -163,11 +163,12 @@ def test_what_ran_is_entered_into_the_page(tmp_path, capsys):
         "cuda": "13.0",
         "cupy": "14.2",
     }
-    good, bad = (
+    good, bad, absent = (
         Result("bits", 1, 60, figures=[Figure("x", 1.0)]),
         Result("ddp", 1, 60, "failed", 3.0, "CUDA error: a | b"),
+        Result("nccl_ranks", 2, 60, figures=[Figure("y", note="not here: one card")]),
     )
-    lines = [{"about": about, "part": 1}, *map(gpu.asdict, (good, bad))]
+    lines = [{"about": about, "part": 1}, *map(gpu.asdict, (good, bad, absent))]
     (tmp_path / "results.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     for _ in range(2):
         assert (
@@ -176,11 +177,11 @@ def test_what_ran_is_entered_into_the_page(tmp_path, capsys):
         )
     _, rows = page.read_text().split("| --- | --- | --- | --- | --- |\n")
     row = (
-        "| 2026-01-02 | Some card | 2.11, 13.0, 14.2 | bits | ddp: failed after 3 s of 60: CUDA "
-        "error: a / b |\n"
+        "| 2026-01-02 | Some card | 2.11, 13.0, 14.2 | bits; not possible there: nccl_ranks | "
+        "ddp: failed after 3 s of 60: CUDA error: a / b |\n"
     )
     assert rows == 2 * row + "\n\nend\n"
-    assert "1 of 2 steps ran to their end" in capsys.readouterr().out
+    assert "2 of 3 steps ran to their end" in capsys.readouterr().out
     page.write_text("nothing")
     with pytest.raises(InvalidArgument, match="has no line"):
         gpu.run(options("--results", tmp_path / "results.jsonl", "--docs", page))
