@@ -532,7 +532,7 @@ class Offloaded(StoredOptimizer):
                 stack.enter_context(threads(1))
             elif self._disk:
                 stack.enter_context(threads(max(torch.get_num_threads() - 1, 1)))
-            gradients = self._gradients.ready(chunk, factor)
+            gradients = self._gradients.ready(chunk, factor, stack)
             for own in chunk.ranges:
                 if own.index in written:
                     own.inside(held[WEIGHT]).copy_(own.of(own.parameter))

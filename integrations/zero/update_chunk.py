@@ -220,9 +220,11 @@ class ParameterGradients:
         self._taken: dict[int, torch.Tensor] | None = None  # by the parameter's number
         self._buffers: dict[str, torch.Tensor] = {}  # as long as the longest chunk
 
-    def ready(self, chunk: UpdateChunk, factor: torch.Tensor | None) -> list[torch.Tensor]:
-        """Return the clipped gradients of a chunk's ranges, those of the parameters themselves if
-        they need no conversion."""
+    def ready(
+        self, chunk: UpdateChunk, factor: torch.Tensor | None, stack: ExitStack
+    ) -> list[torch.Tensor]:
+        """Return the clipped gradients of a chunk's ranges, valid until ``stack`` is closed: those
+        of the parameters, or in the store, themselves if they need no conversion."""
         found = self._found(chunk)
         if chunk.on == "host":
             self._store.crossing.down += sum(
@@ -365,11 +367,7 @@ class StoredGradients(ParameterGradients):
         self._note(chunk, values, there)
         new = self._new.setdefault(chunk, set())
         if not there:
-            flat = self._scratch[: chunk.numel].zero_()
-            for own, value in values.items():
-                own.inside(flat).copy_(value, non_blocking=True)
-            _arrive(values.values())
-            self._store.put(name, flat)
+            self._store.put(name, self._first(chunk, values))
         else:
             with self._store.borrow(name) as held:
                 for own, value in self._on_host(values).items():
@@ -393,6 +391,18 @@ class StoredGradients(ParameterGradients):
                 self._leaving.append(self._store.evict(name))
             if len(self._leaving) > LEAVING:
                 self._leaving.pop(0).wait()
+
+    def _first(self, chunk: UpdateChunk, values: dict[ChunkRange, torch.Tensor]) -> torch.Tensor:
+        """Return the first gradients of a chunk in float32: one that is all of it as it is, others
+        side by side with zeros in between."""
+        (value, *others), whole = values.values(), not chunk.gaps and len(chunk.ranges) == 1
+        if whole and not others and value.dtype == torch.float32 and value.is_contiguous():
+            return value.view(-1)
+        flat = self._scratch[: chunk.numel].zero_()
+        for own, value in values.items():
+            own.inside(flat).copy_(value, non_blocking=True)
+        _arrive(values.values())
+        return flat
 
     def _on_host(self, values: dict[ChunkRange, torch.Tensor]) -> dict[ChunkRange, torch.Tensor]:
         """Return values of one chunk on the host, those of a device by way of pinned memory."""
@@ -427,14 +437,18 @@ class StoredGradients(ParameterGradients):
                 self._squares[chunk] = self._square(chunk)
         return sum(self._squares[chunk] for chunk in self._chunks if chunk in self._squares)
 
-    def ready(self, chunk: UpdateChunk, factor: torch.Tensor | None) -> list[torch.Tensor]:
-        flat = self.buffer(chunk)
+    def ready(
+        self, chunk: UpdateChunk, factor: torch.Tensor | None, stack: ExitStack
+    ) -> list[torch.Tensor]:
         if chunk not in self._used:
-            return _clipped(chunk, flat.zero_(), None)
+            return _clipped(chunk, self.buffer(chunk).zero_(), None)
+        held = stack.enter_context(self._store.borrow(chunk.name(GRADIENT), write=False))
+        if chunk.on == "host" and factor is None:
+            return [own.inside(held) for own in chunk.ranges]
+        flat = self.buffer(chunk)
         if chunk.on == "device":
             self._store.crossing.up += flat.nbytes
-        with self._store.borrow(chunk.name(GRADIENT), write=False) as held:
-            return _clipped(chunk, flat.copy_(held), factor)
+        return _clipped(chunk, flat.copy_(held), factor)
 
     def names(self, chunk: UpdateChunk) -> list[str]:
         return [chunk.name(GRADIENT)] if chunk in self._used else []

@@ -186,9 +186,14 @@ def test_a_state_that_fits_into_host_memory_needs_no_room_for_passing_chunks(tmp
         resident = {chunk.tier for chunk in optimizer.chunks} == {"host"}
         assert resident == (spare > 0) == (store.traffic() == before)
         optimizer.close()
-        if spare < 0:
-            with pytest.raises(InvalidArgument, match="smaller chunk_mb"):
-                offloaded(net, store, prefix="other", chunk_mb=64.0)
+
+
+def test_a_chunk_that_does_not_fit_is_refused(tmp_path):
+    with (
+        open_store(tmp_path, host="128KiB") as store,
+        pytest.raises(InvalidArgument, match="smaller chunk_mb"),
+    ):
+        offloaded(model(), store, chunk_mb=64.0)
 
 
 class Watch(TorchDispatchMode):
