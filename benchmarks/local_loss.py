@@ -9,9 +9,10 @@ number of steps a round, and their outer rate at 30; then comes the table. The -
 written after each run, and a run that it has is not done again: the command can be stopped at any
 time and continued.
   --hidden K K    also rounds of so many steps that are overlapped as a whole by their exchange, as
-           every="auto" makes them: means of weights, of which a rank keeps --alpha of its own
-           (default half) when one arrives; --outer and --momentum of Nesterov in place of the plain
-           mean. The inner rate is searched for each
+           every="auto" makes them: means of weights, at first with half and later with all of what
+           a rank has trained meanwhile; with --alpha that share of its own weights when one
+           arrives; --outer and --momentum of Nesterov in place of the plain mean. The inner rate is
+           searched for each
   --hooks CODEC   also synchronous gradients in this codec, as commpress.compress sends them;
            per-layer-CODEC: in codecs or ranks that PerLayer chooses every 100 steps
   --optimizers NAME  also OneBitAdam or ZeroOneAdam, whose first tenth is exact
@@ -51,6 +52,7 @@ from commpress.collectives.exchange import Exchanges
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.outer import Average, Nesterov, Outer
+from commpress.schedules import Facts, Hidden
 from kept import Runs
 from shared_options import add_output
 
@@ -63,6 +65,16 @@ PER_LAYER, LAYERED = "per-layer-", 100  # begins a hook's name; steps between tw
 SEEDED = [(every, codec) for every in (10, 30) for codec in ("int4", "bits2")]
 # per cent above synchronous training
 BARS = {(30, "int4"): 1.0, (30, "bits2"): 1.5, (10, "int4"): 0.0, (10, "bits2"): 0.0}
+
+
+@dataclass(frozen=True)
+class Whole(Hidden):
+    """Hidden rounds of so many steps, whatever the seconds."""
+
+    steps: int = 1
+
+    def interval(self, step: int, lr: float, facts: Facts) -> int:
+        return self.steps
 
 
 @dataclass(frozen=True)
@@ -120,7 +132,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         type=lambda text: text if text == "keep" else float(text),
         default=[None],
         metavar="X",
-        help="tried: share of a rank's own weights after hidden rounds, or keep (default as usual)",
+        help="tried: share of a rank's own weights after hidden rounds, or keep (default as auto)",
     )
     for name, default, says in (
         ("--momentum", [0.0], "of the outer step of hidden rounds (default 0)"),
@@ -306,7 +318,7 @@ def train(run: Run) -> Finished:
         local = [
             LocalUpdates(
                 each,
-                every=run.every,
+                every=Whole(steps=run.every) if run.hidden and run.alpha is None else run.every,
                 outer=outer,
                 overlap=_overlap(run),
                 codec=None if run.codec == "none" else run.codec,
@@ -315,6 +327,8 @@ def train(run: Run) -> Finished:
             )
             for each, transport in zip(optimizers, Loopback(run.ranks).transports(), strict=True)
         ]
+        for updates in local:
+            updates.begin_at(together, 0)
         for step in range(together, run.steps):
             losses = []
             for replica, inner, d in zip(models, optimizers, draws, strict=True):
@@ -331,9 +345,7 @@ def train(run: Run) -> Finished:
 
 def _overlap(run: Run) -> int | tuple[int, float | Literal["keep"]]:
     """The ``overlap`` of a run: of hidden rounds with the share of a rank's own weights."""
-    if not run.hidden:
-        return 0
-    return run.every if run.alpha is None else (run.every, run.alpha)
+    return (run.every, run.alpha) if run.hidden and run.alpha is not None else 0
 
 
 def _optimized(

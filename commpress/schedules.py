@@ -312,6 +312,15 @@ class Hidden:
     standing: float = 0.1  # most that beginning and ending exchanges may add to computing
     long: int = 20  # steps beyond which means of weights are rare and an outer momentum helps
     longest: int = 1000
+    early: int = 150  # first steps of a run, in which half to all of what is trained counts
+
+    def kept(self, step: int) -> float:
+        """Return the share that is kept of what is trained during an exchange that leaves after
+        ``step`` steps.
+
+        Early weights stand less: it grows from half to all.
+        """
+        return min(0.5 + 0.5 * step / self.early, 1.0)
 
     def interval(self, step: int, lr: float, facts: Facts) -> int:
         if not facts.paces:

@@ -176,16 +176,16 @@ class Fragment:
         every = zip(self.views(flat), self.locals, strict=True)
         self._left = [view.to(self.device, each.dtype, copy=True) for view, each in every]
 
-    def carry_over(self) -> None:
-        """Set parameters to Θ and what was trained since the change left, or to Θ where they are
-        not finite."""
+    def carry_over(self, share: float = 1.0) -> None:
+        """Set parameters to Θ and ``share`` of what was trained since the change left, or to Θ
+        where they are not finite."""
         finite = self.finite()
         with self.remembered() as left:
             every = zip(self.views(self.weights), left, self.locals, strict=True)
             for shared, before, each in every:
                 with each.opened(write=True) as p:
                     trained = p.float() - before.to(p.device).float() if finite else 0.0
-                    p.copy_(shared.to(p.device) + trained)
+                    p.copy_(shared.to(p.device) + share * trained)
         self.forget()
 
     def merge(self, alpha: float) -> None:
@@ -407,8 +407,9 @@ class Flight:
     taken: bool = True  # whether the mean, in ``fragment.work``, counts; once ``arrival`` has run
     trained: tuple[int, int] = (0, 0)  # steps and tokens of its change
     finite: bool = True  # whether this rank's change was finite when it left
-    # when it arrives: share of the rank's own weights; None: Θ and what was trained meanwhile
+    # when it arrives: share of the rank's own weights; None: Θ and what was trained meanwhile,
     alpha: float | None = 0.0
+    kept: float = 1.0  # or this share of it
     long: bool = False  # in a round of every="auto" that needs an outer momentum
     # of the slowest rank, if measured; set by ``arrival``
     pace: Pace | None = None

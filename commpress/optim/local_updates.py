@@ -95,8 +95,9 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
       round.
     - ``overlap``: steps τ that are computed while a fragment is under way, or (τ, α) with the share
       of the rank's own weights when it arrives, by default τ / (τ + every). (τ, "keep") goes on
-      from the shared weights and what the rank has trained meanwhile, for long runs; with
-      ``every="auto"``, which chooses τ, (0, "keep").
+      from the shared weights and what the rank has trained meanwhile. ``every="auto"``, which
+      chooses τ, does so by default where it averages, at first with half of what was trained and
+      from step 150 with all; with (0, "keep") always with all.
     - ``process_group``: the ranks that average, or a ``Transport`` among them. Each of them may
       stand for other ranks under FSDP2 or tensor parallelism, which together leave out a change
       that is not finite in the shard of one of them. Local experts are not averaged: each rank
@@ -405,6 +406,8 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         self.flight.alpha = self._alpha(overlap) if header.finite else 0.0
         if self.flight.alpha is None:
             fragment.remember()
+            if self.alpha is None and isinstance(self.every, Hidden):
+                self.flight.kept = self.every.kept(self.steps_done)
         if overlap and self._backgrounds and self.channel.size > 1:
             self.flight.future = self.channel.submit(steps, fragment.work)
 
@@ -418,9 +421,17 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
 
     def _alpha(self, overlap: int) -> float | None:
         """Return the share of a rank's own weights when an exchange arrives after ``overlap``
-        steps, by default the share of training that the mean lacks; None for "keep"."""
+        steps, by default the share of training that the mean lacks; None for "keep" and by
+        default in rounds of "auto" that average."""
         if not overlap:
             return 0.0
+        if (
+            self.alpha is None
+            and isinstance(self.every, Hidden)
+            and isinstance(self.outer, Average)
+            and not self.rounds.long
+        ):
+            return None
         if self.alpha is None:
             return overlap / (overlap + max(self.rounds.length, overlap))
         return None if isinstance(self.alpha, str) else self.alpha
@@ -544,7 +555,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
                 self._restart()
             with fragment.opened():
                 if flight.alpha is None:
-                    fragment.carry_over()
+                    fragment.carry_over(flight.kept)
                 else:
                     fragment.merge(flight.alpha)
 

@@ -17,7 +17,7 @@ from commpress.optim import local_updates, rounds
 from commpress.optim.outer import Average, Nesterov
 from commpress.optim.rounds import PaceMeter, slowest
 from commpress.schedules import CODECS, UNKNOWN, Facts, Hidden, Pace, Rung
-from local_twin import Ranks, dyadic, equal, noise
+from local_twin import RATE, HiddenOf, Ranks, drawn, dyadic, equal, flat, noise
 from test_local_ranks import Slow
 
 STEP = 0.25  # seconds of computing of the modelled rank
@@ -79,6 +79,60 @@ def test_a_round_is_the_smallest_that_hides_its_exchange(monkeypatch, seconds, l
     assert (local.counters.every, local.counters.overlap) == (length, length)
     assert f"now of {length} steps, {length} of them beside an exchange" in local.report()
     assert ranks.agree()
+
+
+EARLY = {"every": HiddenOf(early=8), "outer": None}  # all is kept after step 8
+
+
+def test_what_is_trained_during_an_exchange_counts_half_at_first_and_then_whole():
+    """Against the equations in float64: the share grows with the steps of the run."""
+    ranks, shares = Ranks(3, **EARLY), []
+    theta, shared, under_way = [flat(drawn(0)) for _ in range(3)], flat(drawn(0)), None
+    for step in range(1, 17):
+        gradients = noise(3, step)
+        ranks.step(gradients)
+        theta = [t - RATE * flat(g) for t, g in zip(theta, gradients, strict=True)]
+        if step % 2 == 0:
+            if under_way is not None:
+                left, share = under_way
+                shared = np.mean(left, axis=0)
+                theta = [shared + share * (t - b) for t, b in zip(theta, left, strict=True)]
+                shares.append(share)
+            under_way = theta, min(0.5 + step / 16, 1.0)
+        np.testing.assert_allclose(ranks.shared(), shared, rtol=1e-4, atol=2e-4)
+        for mine, theirs in zip(ranks.parameters, theta, strict=True):
+            np.testing.assert_allclose(flat(mine), theirs, rtol=1e-4, atol=2e-4)
+        assert ranks.agree()
+    assert shares == [0.625, 0.75, 0.875, 1.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("saved", [3, 6, 7, 9])
+def test_a_run_resumes_in_every_bit_while_more_is_kept(saved):
+    one, two = Ranks(3, **EARLY), Ranks(3, **EARLY)
+    for step in range(saved):
+        one.step(noise(3, step))
+    two.go_on(*one.saved())
+    for step in range(saved, 14):
+        one.step(noise(3, step))
+        two.step(noise(3, step))
+        assert equal(one.parameters, two.parameters)
+        assert np.array_equal(one.shared(), two.shared())
+
+
+@pytest.mark.parametrize(
+    ("options", "alpha"),
+    [
+        ({"outer": None}, None),
+        ({"outer": Nesterov()}, 0.5),
+        ({"outer": None, "every": "auto", "alpha": 0.5}, 0.5),
+        ({"outer": None, "every": HiddenOf(steps=21)}, 0.5),
+    ],
+)
+def test_only_means_of_weights_carry_training_over_by_default(options, alpha):
+    ranks = Ranks(2, **{"every": HiddenOf()} | options)
+    for step in range(ranks.local[0].rounds.length):
+        ranks.step(noise(2, step))
+    assert [local.flight.alpha for local in ranks.local] == [alpha] * 2
 
 
 def test_a_round_follows_the_link(monkeypatch):

@@ -13,6 +13,7 @@ from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.onebit_adam import OneBitAdam
 from commpress.optim.outer import Average
 from commpress.tiered_mem import TieredStore
+from local_twin import HiddenOf
 from new_ranks import changes, until_stuck
 from state_worlds import apart, drawn, local
 
@@ -62,6 +63,16 @@ def test_a_mean_that_has_come_arrives_with_the_change(reached, alpha):
     assert all(owner.flight is None for owner in owners(one))
     one.run(range(5, 14))
     assert one.agree()
+
+
+def test_what_is_kept_early_follows_the_steps_of_the_run():
+    """Also after a change of ranks, and alike on those that came."""
+    world = trained(3, 5, every=HiddenOf(steps=1, early=12), outer=None, dies=())
+    assert {owner.flight.kept for owner in owners(world)} == {0.5 + 5 / 24}
+    world.reform({0, 1})
+    world.run(range(5, 9))
+    assert {owner.flight.kept for owner in owners(world)} == {0.5 + 9 / 24}
+    assert world.agree()
 
 
 def test_an_exchange_that_nobody_has_finished_is_made_again():

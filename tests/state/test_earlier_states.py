@@ -28,6 +28,8 @@ def in_the_present_form(state):
     """A level less, the object under one name in all of them."""
     if "choices" in state:  # of local updates
         inner = state.pop("residuals") | state.pop("choices") | {"object": "LocalUpdates"}
+        if state.get("flight"):
+            state["flight"]["kept"] = 1.0
         return state | inner
     if "commpress" not in state:
         return state

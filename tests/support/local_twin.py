@@ -1,6 +1,7 @@
 """Ranks of local updates in one process, over the simulation, and the numbers that they train."""
 
 import copy
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from commpress.codecs import policy_of
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.outer import Average
+from commpress.schedules import Hidden
 
 SHAPES = [(24, 16), (5,), (7, 4, 2), (300,)]
 RATE = 0.25
@@ -41,6 +43,16 @@ def options_of(*, min_numel=None, alpha=None, **options):
     if min_numel is not None and options.get("codec") is not None:
         options["codec"] = policy_of(options["codec"], min_numel=min_numel)
     return options | ({} if alpha is None else {"overlap": (options.get("overlap", 0), alpha)})
+
+
+@dataclass(frozen=True)
+class HiddenOf(Hidden):
+    """Hidden rounds of so many steps, whatever the seconds."""
+
+    steps: int = 2
+
+    def interval(self, step, lr, facts):
+        return self.steps
 
 
 class Ranks:

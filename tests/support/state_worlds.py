@@ -20,7 +20,7 @@ from commpress.optim.layout import mark_held
 from commpress.optim.outer import Average, Gossip, Nesterov, SparseLoCo
 from commpress.schedules import Every
 from gallery import gallery
-from local_twin import options_of
+from local_twin import HiddenOf, options_of
 from new_ranks import Dying, changes, until_stuck
 from ranks import caught
 
@@ -653,8 +653,9 @@ def local(ats: Sequence[int] = (3, 8), inner: Any = None, dies: Any = None, **op
 
     options = {"every": 4, "codec": None, "min_numel": 1, "feedback_decay": 1.0} | options
     options = options_of(**options)
-    rounds = (options["every"] // options.get("fragments", 1) * 2 - 1,)
-    return Kind(Local, make, ats, dies=rounds if dies is None else dies)
+    if dies is None:
+        dies = (options["every"] // options.get("fragments", 1) * 2 - 1,)
+    return Kind(Local, make, ats, dies=dies)
 
 
 KINDS = {
@@ -695,6 +696,7 @@ KINDS = {
         alpha=0.5,
         dies=(7,),
     ),
+    "local, hidden": local((3, 8), every=HiddenOf(early=8), outer=None, dies=(5,)),
     "local, matrices": local(
         codec="powersgd-2", outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9)
     ),
