@@ -17,9 +17,10 @@ import chaos as chaos_command
 import fault_schedule
 import sources
 from commands import main
-from commpress.cli.hosts import HostsUnavailable, parse_rate
+from commpress.cli.hosts import HostsUnavailable
 from commpress.collectives.transports.run_key import VARIABLE
 from commpress.errors import InvalidArgument
+from commpress.units import parse_rate
 from fault_schedule import LAUNCHER, Fault
 from history import History, Hit, Verdict
 
