@@ -26,10 +26,10 @@ import torch.distributed as dist
 import commpress
 from commpress.cli import harness, ranks, terminal, training
 from commpress.cli.gpt import GPT, batch, standard_library
-from commpress.cli.hosts import Hosts, parse_rate
+from commpress.cli.hosts import Hosts
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
-from commpress.units import parse_time
+from commpress.units import parse_rate, parse_time
 from shared_options import add_output
 
 WORSE = 1.2  # of a fresh start's step, that a step may take

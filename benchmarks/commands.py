@@ -94,7 +94,11 @@ def parser() -> argparse.ArgumentParser:
     )
     names = top.add_subparsers(title="benchmarks", metavar="NAME", required=True)
     for benchmark in BENCHMARKS:
-        cli.add(names, benchmark.__name__, benchmark)
+        summary = " ".join(benchmark.__doc__.partition("\n\n")[0].split())
+        name, about = benchmark.__name__, benchmark.__doc__
+        command = names.add_parser(name, help=summary, description=about, **cli.WHOLE)
+        benchmark.options(command)
+        command.set_defaults(run=benchmark.run)
     return top
 
 

@@ -41,12 +41,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import commpress
 import machines
 from commpress.cli import harness, probe, ranks, terminal
-from commpress.cli.hosts import Hosts, parse_rate
+from commpress.cli.hosts import Hosts
 from commpress.plan.costs import measure_costs
 from commpress.plan.grid import dims_of
 from commpress.plan.grids import Grid, MeshDims, MeshWork, Numel, chosen, predicted
 from commpress.plan.pair_links import load_pairs
 from commpress.plan.placement import place
+from commpress.units import parse_rate
 from shared_options import add_output
 
 HOSTS, RANKS = 4, 8

@@ -430,7 +430,9 @@ def repeater(
     """One that does steps of one kind only, after its first, with the codecs that the run of
     ``curve`` came to.
 
-    Left to choose, it would find every tensor spiky whose first gradient is.
+    Left to choose, it would find every tensor spiky whose first gradient is. A tensor that one step
+    cannot freeze, such as an embedding of which it saw few rows, travels in ``exact_codec``: so
+    that is the spiky codec here, as in the curve.
     """
     if variant.every:
         return Rounds(variant, model_of(options, timed=True), options)
@@ -455,7 +457,8 @@ def repeater(
         {f"^{re.escape(name)}$": options.spiky for name in curve.finer},
         policy_of(options.codec, min_numel=256),
     )
-    return ours(variant, ddp, options, exact_steps=1, codec=policy, spiky_codec=None, **more)
+    live = replace(variant, exact_codec=options.spiky)
+    return ours(live, ddp, options, exact_steps=1, codec=policy, spiky_codec=None, **more)
 
 
 class Rounds(training.Trainee):

@@ -34,9 +34,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import commpress
 from commpress.cli import gpt, harness, ranks, terminal
-from commpress.cli.hosts import Hosts, parse_rate
+from commpress.cli.hosts import Hosts
 from commpress.cli.option_groups import option
 from commpress.integrations.pipeline import decode_into, edge_codec, encoded
+from commpress.units import parse_rate
 from shared_options import add_output, add_ranks
 
 CODECS = ("none", "bf16", "int4", "tah4")

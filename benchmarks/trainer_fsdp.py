@@ -30,10 +30,10 @@ import commpress
 from commpress.cli import harness, ranks, terminal
 from commpress.cli.connections import sent_bytes
 from commpress.cli.gpt import standard_library
-from commpress.cli.hosts import Hosts, parse_rate
+from commpress.cli.hosts import Hosts
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
-from commpress.units import parse_time
+from commpress.units import parse_rate, parse_time
 from shared_options import add_output
 
 WAYS: dict[str, dict[str, Any] | None] = {

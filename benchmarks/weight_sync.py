@@ -53,10 +53,10 @@ from torch.distributed.tensor import DTensor
 
 from commpress.cli import harness, terminal
 from commpress.cli.gpt import GPT, batch, standard_library
-from commpress.cli.hosts import Hosts, parse_rate
+from commpress.cli.hosts import Hosts
 from commpress.cli.option_groups import at_least, option
 from commpress.errors import InvalidArgument
-from commpress.units import parse_time
+from commpress.units import parse_rate, parse_time
 from commpress.weights import Publisher, Receiver, WeightServer
 from shared_options import add_output
 from weight_bytes import compressor

@@ -70,6 +70,14 @@ def parse_link(text: str) -> tuple[float, float]:
     return found, parse_time(delay) if delay else 50e-6
 
 
+def parse_rate(text: str) -> float:
+    """Convert '100mbit' or '2.5g' to bits per second."""
+    rate = text.strip().lower().removesuffix("bit")
+    if not (match := _RATE.fullmatch(f"{rate}bit")) or float(match[1]) <= 0:
+        raise InvalidArgument(f"rate is {text!r}, expected bits per second as 100mbit or 2.5gbit")
+    return float(match[1]) * _PREFIX[match[2].lower()]
+
+
 def parse_time(text: str) -> float:
     if not (match := _TIME.fullmatch(text)):
         raise InvalidArgument(

@@ -110,17 +110,6 @@ def _refuse_unknown(parser: argparse.ArgumentParser, word: str) -> NoReturn:
     parser.error(unknown if name.startswith("-") else f"{word!r} is one word too many")
 
 
-def add(commands: Any, name: str, module: Any) -> None:
-    """A command that is a module: its docstring is the help, ``options`` adds its options, ``run``
-    returns the exit status."""
-    summary, _, rest = module.__doc__.partition("\n\n")
-    about = f"{summary}\n\n{rest}"
-    shown = " ".join(summary.split())
-    command = commands.add_parser(name, help=shown, description=about, **WHOLE)
-    module.options(command)
-    command.set_defaults(run=module.run)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     _open_closed()
     try:

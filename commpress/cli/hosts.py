@@ -10,7 +10,6 @@ unprivileged user namespaces, and the tools of util-linux and iproute2.
 import contextlib
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -28,7 +27,6 @@ MOST = 250  # hosts of one subnet
 INTERFACE = {
     name: "eth0" for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 }
-_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _QUEUE = 0.02  # seconds of a link's traffic that wait at most
 _BURST = 250e-6  # seconds of a link's traffic that pass at once
 _NO_DELAY = "this kernel cannot delay packets (netem, CONFIG_NET_SCH_NETEM): leave the delay out"
@@ -40,14 +38,6 @@ _HOLD = (
 class HostsUnavailable(CommpressError, RuntimeError):
     """This machine does not let this user have hosts of his own, or lacks what was asked of their
     links."""
-
-
-def parse_rate(text: str) -> float:
-    """Bits per second of ``100mbit`` or ``2.5gbit``."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:bit)?", text.strip().lower())
-    if not match or float(match[1]) <= 0:
-        raise InvalidArgument(f"rate is {text!r}, expected bits per second as 100mbit or 2.5gbit")
-    return float(match[1]) * _UNITS[match[2]]
 
 
 class Hosts:

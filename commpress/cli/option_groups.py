@@ -17,7 +17,6 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
-from commpress.cli.hosts import parse_rate
 from commpress.documents import read_json
 from commpress.errors import CommpressError, InvalidArgument, MissingPackage
 from commpress.units import (
@@ -26,6 +25,7 @@ from commpress.units import (
     parse_link,
     parse_memory,
     parse_nodes,
+    parse_rate,
     parse_time,
 )
 

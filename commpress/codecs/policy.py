@@ -64,14 +64,13 @@ class ByRole:
     """Use a codec for each role of a tensor in a model; ``by_role`` makes it and finds the
     roles."""
 
-    roles: Mapping[str, str]  # parameter → one of ROLES
+    roles: Mapping[str, str]  # parameter → body, attention, embedding, output, norm or bias
     codecs: Mapping[str, Codec]  # role → codec
 
     def choose(self, name: str, numel: int) -> Codec:
         return self.codecs[self.roles.get(name, "body")]
 
 
-ROLES = ("body", "attention", "embedding", "output", "norm", "bias")
 _ATTENTION = re.compile(r"attn|attention|qkv|[qkvo]_proj|c_attn", re.IGNORECASE)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from commpress.collectives.nodes import Topology
 from commpress.documents import read_json
 from commpress.errors import InvalidArgument
 from commpress.plan.cluster import Cluster
@@ -102,15 +103,11 @@ class PairLinks:
     def of_pairs(cls, nodes: Sequence[Sequence[int]], rows: Sequence[Any]) -> "PairLinks":
         """Read measured pairs: ``first``, ``second``, ``latency`` and ``bandwidth`` of each, as a
         probe names them."""
-        size = sum(map(len, nodes))
-        if sorted(rank for node in nodes for rank in node) != list(range(size)) or size < 2:
-            raise InvalidArgument(
-                f"nodes of measured pairs are {nodes!r}, expected ranks from 0 on, each once, at "
-                "least two"
-            )
-        home = np.zeros(size, np.int64)
-        for number, node in enumerate(nodes):
-            home[list(node)] = number
+        topology = Topology(tuple(map(tuple, nodes)))
+        size = topology.size
+        if size < 2:
+            raise InvalidArgument(f"pairs are of {size} rank, expected at least 2")
+        home = np.array([topology.node(rank) for rank in range(size)])
         latency, bandwidth = np.zeros((size, size)), np.zeros((size, size))
         for row in rows:
             found: Any = row if isinstance(row, dict) else {}

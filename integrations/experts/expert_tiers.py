@@ -85,7 +85,6 @@ class ExpertTiers(NotCopied):
         self.squares: dict[int, float] | None = None
         # expert → names in the store of its master weights and moments
         self.kept: dict[int, dict[str, str]] = {}
-        self._sizes: dict[str, list[int]] = {}
         self._state: tuple[str, ...] = ()
         self.graded: dict[int, set[int]] = {}  # expert → its members with a gradient
         self.plan = TierPlan(0, self._needs, self._ends, self._size)

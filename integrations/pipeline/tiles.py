@@ -8,11 +8,11 @@ same amount, which is part of ``lo``: the codes span only the range that the til
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
-from commpress.kernels.rotation import BLOCK, hadamard
-
+BLOCK = 64
 HEAD = 5  # bytes of a tile before its codes: lo, step, and the index of its largest element
 LEVELS = 15.0
 
@@ -34,7 +34,7 @@ class TileCodec:
         padded = torch.nn.functional.pad(values.view(-1, width), (0, -width % BLOCK))
         tiles = padded.view(-1, BLOCK)
         place = tiles.abs().argmax(1, keepdim=True)
-        turned = _swap(tiles, place) @ hadamard(values.device)
+        turned = _swap(tiles, place) @ _hadamard(values.device)
         most, least = turned.amax(1, keepdim=True), turned.amin(1, keepdim=True)
         lo = _rounded(least, down=True)
         step = _rounded((most - lo.float()) / LEVELS, down=False)
@@ -52,9 +52,18 @@ class TileCodec:
         lo, step = rows[:, :4].contiguous().view(torch.bfloat16).float().split(1, 1)
         four = rows[:, HEAD:]
         codes = torch.stack([four & 15, four >> 4], 2).view(-1, BLOCK)
-        tiles = _swap((lo + codes * step) @ hadamard(values.device), rows[:, 4:HEAD].long())
+        tiles = _swap((lo + codes * step) @ _hadamard(values.device), rows[:, 4:HEAD].long())
         tokens = values.view(-1, width)
         tokens.copy_(tiles.view(len(tokens), -1)[:, :width])
+
+
+@cache
+def _hadamard(device: torch.device) -> torch.Tensor:
+    """Return the rotation, which is orthonormal and symmetric, and so its own inverse."""
+    matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
+    while len(matrix) < BLOCK:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / BLOCK**0.5
 
 
 def _tiles(numel: int, width: int) -> int:

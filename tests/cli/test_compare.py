@@ -8,8 +8,9 @@ import pytest
 
 from commpress.cli import compare, launchers, main, on_hosts
 from commpress.cli.compare import TrainedRun
-from commpress.cli.hosts import Hosts, HostsUnavailable, parse_rate
+from commpress.cli.hosts import Hosts, HostsUnavailable
 from commpress.errors import InvalidArgument, MissingPackage
+from commpress.units import parse_rate
 
 RANK = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
 MEAN = """

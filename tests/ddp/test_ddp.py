@@ -29,6 +29,7 @@ from ddp_twin import (
     train,
     twin,
 )
+from variants import few
 
 LAZY = SignCodec(block=0)
 SMALL_BUCKETS = {"bucket_cap_mb": 0.004}  # one parameter or two in each
@@ -40,8 +41,7 @@ def check(pool, plan, size=2, **twin_plan):
     return results
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("codec", ["sign", LAZY], ids=["sign", "lazy"])
+@pytest.mark.parametrize(("codec", "size"), few(["sign", LAZY], [2, 3, 4]), ids=str)
 def test_training_equals_its_twin(pool, codec, size):
     check(pool, Plan(codec), size)
 
@@ -65,8 +65,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("codec", ["ternary", LAZY], ids=["ternary", "lazy"])
+@pytest.mark.parametrize(("codec", "options"), few(["ternary", LAZY], OPTIONS), ids=str)
 def test_no_option_of_ddp_changes_a_bit(pool, options, codec):
     """Nor the size of its buckets: the twin has none. Ternary draws its noise per parameter, lazy
     has a scale per row."""

@@ -125,7 +125,7 @@ def test_norms_are_those_of_whole_tensors(pool, make, options, bound):
         assert apart(weights, expected) < bound
 
 
-@pytest.mark.parametrize("make", first(3, [*MAKERS]))
+@pytest.mark.parametrize("make", first(2, [*MAKERS]))
 def test_a_bad_shard_is_left_out_by_all_columns(pool, make):
     """NaN in one shard on one rank, in a step that is exact (0/1 Adam: in a window) and in one that
     is compressed."""
@@ -328,12 +328,12 @@ def spoilt(kind, bad, steps, shape, options):
     [
         ("plain", (2, 2), {}),
         ("fsdp", (2, 2), {}),
-        ("ddp", (2, 2), {}),
-        seldom("ddp", (2, 2), {"scale": 64.0}),
+        ("ddp", (2, 2), {"scale": 64.0}),
+        seldom("ddp", (2, 2), {}),
         seldom("ddp", (2, 2), {"on_nonfinite": "raise"}),
         # ranks that have nobody to exchange with vote too
         ("ddp", (1, 2), {"on_nonfinite": "raise"}),
-        ("ddp", (1, 2), {"scale": 64.0}),
+        seldom("ddp", (1, 2), {"scale": 64.0}),
     ],
 )
 def test_columns_skip_a_step_together_as_if_it_had_not_been(pool, kind, shape, options):

@@ -173,9 +173,9 @@ def trained(kind, optimizer, copies, options):
 @pytest.mark.parametrize(
     ("kind", "optimizer", "options"),
     [
-        ("batched", "momentum", {}),
         ("list", "adamw", {"chunks": 2}),
         ("batched", "onebit", {"separate": True}),
+        seldom("batched", "momentum", {}),
         seldom("batched", "adamw", {"topology": "2,1"}),
     ],
     ids=str,

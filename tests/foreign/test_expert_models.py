@@ -104,8 +104,8 @@ def compared(name, kind, options):
         *(seldom("mixtral", {}, kind) for kind in OPTIMIZERS if kind != "sgd"),
         ("deepseek", {"topology": "2,1"}, "adamw"),
         ("gpt_oss", {"placement": [0, 1, 2, 0, 2]}, "adamw"),
-        *(("qwen", {"topology": "2,1", "chunks": 2}, kind) for kind in OURS),
-        seldom("qwen", {"topology": "2,1", "chunks": 2}, "adamw"),
+        ("qwen", {"topology": "2,1", "chunks": 2}, "zero_one"),
+        *(seldom("qwen", {"topology": "2,1", "chunks": 2}, kind) for kind in ("onebit", "adamw")),
     ],
     ids=str,
 )

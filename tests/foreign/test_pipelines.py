@@ -29,7 +29,6 @@ SPLIT = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 FOLDED = ["ZBVZeroBubble", "DualPipeV"]  # V-shaped: the first and the last stage are on one rank
 OFTEN = ("InterleavedZeroBubble", "DualPipeV")  # the others are slow tests
 OTHERS = [schedule for schedule in (*LOOPED, *FOLDED) if schedule not in OFTEN]
-SEVERAL = first(len(OFTEN), [*OFTEN, *OTHERS])
 KINDS = ["plain", "fsdp", "partitioned"]
 WIDTH, ROWS, STEPS = 32, 128, 3
 
@@ -435,8 +434,10 @@ def as_torch_trains(pool, schedule):
     return pool.run(trained, schedule, "plain", None, size=4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("schedule", SEVERAL)
+@pytest.mark.parametrize(
+    ("schedule", "kind"),
+    [*few(OFTEN, KINDS), *(seldom(s, kind) for s in OTHERS for kind in KINDS)],
+)
 def test_without_a_codec_every_schedule_trains_as_torch_does_in_every_bit(pool, schedule, kind):
     """As torch with the same, and as torch with whole weights on each replica: two are summed alike
     in any order."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import sources
-from variants import first
+from variants import few, first
 
 OPTIONAL = {
     "accelerate",
@@ -102,8 +102,7 @@ NAMED = "from commpress import {0} as short"
 REACHED = "import commpress; short = commpress.{0}"
 
 
-@pytest.mark.parametrize("statement", [IMPORTED, NAMED, REACHED])
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize(("name", "statement"), few(SHORT, [IMPORTED, NAMED, REACHED]))
 def test_short_names_are_imported_and_attributes(scripts, tmp_path, name, statement):
     """Run a process that has the packages loaded, and none of the names."""
     pytest.importorskip({"hf": "transformers", "lightning": "lightning"}.get(name, "torch"))

@@ -277,8 +277,12 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("kind", [commpress.OneBitAdam, commpress.ZeroOneAdam])
-def test_a_compressed_step_takes_as_many_operations_for_many_tensors_as_for_few(compiled, kind):
+@pytest.mark.parametrize(
+    ("kind", "steps"), [(commpress.OneBitAdam, 35), (commpress.ZeroOneAdam, 75)]
+)
+def test_a_compressed_step_takes_as_many_operations_for_many_tensors_as_for_few(
+    compiled, kind, steps
+):
     """Each would be a launch on a device: a loop over tensors shows here."""
     counts = []
     for tensors in (4, 40):
@@ -287,7 +291,7 @@ def test_a_compressed_step_takes_as_many_operations_for_many_tensors_as_for_few(
             parameters = [torch.nn.Parameter(p) for p in start([(16, 8)] * tensors)]
             options = {"exact_steps": 3} if kind is commpress.OneBitAdam else {}
             ranks.append(kind(parameters, lr=1e-3, min_numel=0, transport=transport, **options))
-        for step in range(75):  # at 74 no variance is corrected anew
+        for step in range(steps):  # in the last no variance is corrected anew
             for rank, optimizer in enumerate(ranks):
                 gradients = start([(16, 8)] * tensors, 100 * step + rank)
                 for parameter, gradient in zip(optimizer.flat.parameters, gradients, strict=True):

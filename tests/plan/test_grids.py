@@ -315,7 +315,8 @@ def test_measured_pairs_must_be_whole(tmp_path):
     assert load_pairs(path).lines.tolist() == [1e8, 1e8]
     for content, error in (
         ({"nodes": [[0], [1]], "rows": []}, "no nodes and rows"),
-        ({"nodes": [[0], [2]], "rows": rows}, "each once"),
+        ({"nodes": [[0], [2]], "rows": rows}, "exactly once"),
+        ({"nodes": [[0]], "rows": rows}, "at least 2"),
         ({"nodes": [[0], [1], [2]], "rows": rows}, "measure every pair"),
         ({"nodes": [[0], [1]], "rows": [rows[0] | {"bandwidth": -1}]}, "above 0"),
         ({"nodes": [[0], [1]], "rows": [rows[0] | {"second": 2}]}, "ranks below 2"),

@@ -1,7 +1,9 @@
-"""Small models to park, and runs that are killed: ``python parked_run.py WHAT FOLDER [LAST]``."""
+"""Small models to park, and runs that are killed; ``python parked_run.py FOLDER`` says how much
+memory parking takes."""
 
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -120,21 +122,22 @@ def memory(folder: str) -> None:
     print(state, before, parked, memory_of("VmHWM"), memory_of("VmRSS"))
 
 
-def train(folder: str, last: str) -> None:
+def train(folder: str, last: int, told: Callable[[int], object]) -> None:
+    """Tell of each step that is parked; the last stays so."""
+    torch.set_num_threads(1)
     model, optimizer = made([0])
     park = commpress.parked(model, optimizer, store=folder)
-    for step in range(int(last)):
+    for step in range(last):
         advance(model, optimizer, step)
         with park:
-            print("parked", step, flush=True)
-            if step == int(last) - 1:
-                sys.stdin.read()
-                while True:
-                    pass
+            told(step)
+            if step == last - 1:
+                time.sleep(600)
 
 
-def numbers(folder: str) -> None:
+def numbers(folder: str, told: Callable[[int], object]) -> None:
     """The n-th time all tensors contain n."""
+    torch.set_num_threads(1)
     model, optimizer = made([0])
     advance(model, optimizer, 0)
     park = commpress.parked(model, optimizer, store=folder)
@@ -144,8 +147,8 @@ def numbers(folder: str) -> None:
                 p.fill_(number)
                 optimizer.state[p]["exp_avg"].fill_(number)
         with park:
-            print("parked", number, flush=True)
+            told(number)
 
 
 if __name__ == "__main__":
-    {"memory": memory, "train": train, "numbers": numbers}[sys.argv[1]](*sys.argv[2:])
+    memory(sys.argv[1])

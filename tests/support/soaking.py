@@ -1,4 +1,4 @@
-"""Two minutes of the benchmark ``chaos`` beside all other tests: its ranks sleep most of the time,
+"""Three deaths of the benchmark ``chaos`` beside all other tests: its ranks sleep most of the time,
 and no test should."""
 
 import json
@@ -17,7 +17,8 @@ import pytest
 import sources
 
 SECONDS = 280  # until a soak that has not ended hangs
-COMMAND = [sys.executable, str(sources.ROOT / "benchmarks"), "chaos"]
+COMMAND = [sys.executable, str(sources.ROOT / "benchmarks"), "chaos", "--seconds", "48"]
+FAULTS = "12 kill 1\n22 kill 3\n32 kill 0\n"
 # Nobody's child: a test that runs chaos itself ends all descendants that have come meanwhile.
 ALONE = (
     '("$@" >"$0-said" 2>&1 & echo $! >"$0-pid"; wait $!; echo $? >"$0-draft"; mv "$0-draft" '
@@ -37,18 +38,10 @@ class Soak:
             "soak" in item.fixturenames for item in items if isinstance(item, pytest.Function)
         )
         if self._begun:
-            subprocess.run(
-                [
-                    "sh",
-                    "-c",
-                    ALONE,
-                    str(self._place),
-                    *COMMAND,
-                    "--json",
-                    str(self._file("report")),
-                ],
-                check=True,
-            )
+            faults, report = self._file("faults"), self._file("report")
+            faults.write_text(FAULTS)
+            files = ["--schedule", str(faults), "--json", str(report)]
+            subprocess.run(["sh", "-c", ALONE, str(self._place), *COMMAND, *files], check=True)
 
     def result(self) -> tuple[int, dict[str, Any], str]:
         """Exit status, report, and what was printed."""

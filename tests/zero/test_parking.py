@@ -6,7 +6,6 @@ import ctypes
 import gc
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -22,11 +21,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
+import parked_run
 from commpress.errors import Damaged, DirectoryRefused, DiskFull, InvalidArgument, StateMismatch
 from commpress.integrations.zero.parked_state import StateStorage
 from commpress.integrations.zero.parking import Parked
 from commpress.tiered_mem import TieredStore
 from parked_run import LM, Halves, advance, made
+from ranks import FORKS
 from small_store import open_store
 from variants import first
 
@@ -146,7 +147,7 @@ def resident():
 def test_memory_is_free_and_never_holds_a_second_copy(tmp_path):
     """A process of its own with 400 MB of state."""
     said = subprocess.run(
-        [sys.executable, SCRIPT, "memory", tmp_path / "park"],
+        [sys.executable, SCRIPT, tmp_path / "park"],
         capture_output=True,
         text=True,
         check=True,
@@ -511,19 +512,20 @@ def test_a_model_alone(tmp_path):
 # ---------------------------------------------------------------- kills
 
 
-def run(*arguments):
-    return subprocess.Popen(
-        [sys.executable, SCRIPT, *map(str, arguments)], stdout=subprocess.PIPE, text=True
-    )
+def run(function, *arguments, until):
+    """A process that runs it, and has told of ``until``."""
+    heard, tells = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=function, args=(*arguments, tells.send), daemon=True)
+    process.start()
+    while heard.recv() != until:
+        pass
+    return process, heard
 
 
 def test_a_process_killed_while_parked_leaves_a_checkpoint(tmp_path):
-    process = run("train", tmp_path / "park", 3)
-    for line in process.stdout:
-        if line.strip() == "parked 2":
-            break
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process, _ = run(parked_run.train, str(tmp_path / "park"), 3, until=2)
+    process.kill()
+    process.join()
     twin, plain = made(parts=[0])
     for step in range(3):
         advance(twin, plain, step)
@@ -541,13 +543,10 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint(tmp_path, kills):
     found = set()
     for i in range(kills):
         folder = tmp_path / str(i)
-        process = run("numbers", folder)
-        for line in process.stdout:
-            if line.startswith("parked 1"):
-                break
+        process, _ = run(parked_run.numbers, str(folder), until=1)
         time.sleep(0.4 / kills * i)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
         model, optimizer = made(parts=[0])
         commpress.load_parked(model, optimizer, store=folder)
         tensors = [p.detach() for p in model.parameters()]
