@@ -94,8 +94,8 @@ def parser() -> argparse.ArgumentParser:
     )
     names = top.add_subparsers(title="benchmarks", metavar="NAME", required=True)
     for benchmark in BENCHMARKS:
-        summary = " ".join(benchmark.__doc__.partition("\n\n")[0].split())
-        name, about = benchmark.__name__, benchmark.__doc__
+        name, about = benchmark.__name__, benchmark.__doc__ or ""
+        summary = " ".join(about.partition("\n\n")[0].split())
         command = names.add_parser(name, help=summary, description=about, **cli.WHOLE)
         benchmark.options(command)
         command.set_defaults(run=benchmark.run)
