@@ -60,6 +60,7 @@ from commpress.codecs import ByName, codec_named, policy_of
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.optim.optimizer import CompressedOptimizer
 from commpress.schedules import Facts
+from local_loss import Whole
 from local_speed import SleptGPT, seconds_of
 from shared_options import add_measuring
 
@@ -474,8 +475,7 @@ class Rounds(training.Trainee):
         self.every = variant.every
         self.local = commpress.LocalUpdates(
             adamw(model, options),
-            every=self.every,
-            overlap=self.every,
+            every=Whole(steps=self.every),
             outer=commpress.Average(),
             codec=variant.exact_codec,
         )
