@@ -27,8 +27,9 @@ from variants import seldom
 # ---------------------------------------------------------------- compiled for GPUs
 
 
-# codes, headers, passes of optimizers: nothing in the source asks for the architecture
-ONE_OF_EACH = [reference.SIGN_RMS, reference.BITS, modules.ADAM]
+# codes, headers of blocks and of rows, passes of optimizers: nothing in the source asks for the
+# architecture
+ONE_OF_EACH = [reference.SIGN_RMS, reference.BITS, modules.ADAM, modules.HEADERS]
 
 
 @pytest.mark.parametrize(
