@@ -226,13 +226,13 @@ def pack_rows(frames: Mapping[int, Frame], size: int) -> torch.Tensor:
 # ---------------------------------------------------------------- before it leaves
 
 
-def stamp(rows: torch.Tensor, packed: torch.Tensor, flag: torch.Tensor) -> None:
-    """Write the header before every row; ``flag``, uint8 of any length, holds this rank's flags."""
+def stamp(rows: torch.Tensor, packed: torch.Tensor, flags: torch.Tensor) -> None:
+    """Write the header before every row, with the flags of any element of ``flags`` (uint8)."""
     if rows.device.type == "cuda":
-        on_card.stamp(rows, packed, flag)
+        on_card.stamp(rows, packed, flags)
     else:
         rows[:, :HEADER] = packed
-        rows[:, FLAGS] = reduce(or_, flag.tolist())
+        rows[:, FLAGS] = reduce(or_, flags.tolist())
     if not packed[_CHECKED]:
         return
     host = rows.cpu()
@@ -269,7 +269,7 @@ def alike(mine: np.ndarray, theirs: np.ndarray) -> Any:
 def compared(rows: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     """Return uint8[2]: ``NOT_FINITE`` if a row has that flag or another header, else 0; ``ASKS`` if
     a row has that flag, else 0."""
-    right = all(same(packed.numpy().tobytes(), row[:HEADER].numpy().tobytes()) for row in rows)
+    right = alike(packed.numpy(), rows[:, :HEADER].numpy())
     flags = reduce(or_, rows[:, FLAGS].tolist()) | (0 if right else NOT_FINITE)
     return torch.tensor([flags & NOT_FINITE, flags & ASKS], dtype=torch.uint8)
 

@@ -58,7 +58,7 @@ MUTANTS = [
     Mutant(
         "a call without work of its own has nothing to wait for",
         "integrations/process_group/call.py",
-        "self.inner = Ordered(self.tensors)",
+        "self._done = self.inner is None",
         "pass",
         "tests/process_group/test_group_collectives.py -k no_work",
     ),

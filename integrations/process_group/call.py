@@ -53,11 +53,13 @@ class GroupWork(dist.Work):
         except Exception as error:  # for the caller, not for the thread that issues the call
             self.fail(error)
             return
-        if self.inner is None:
-            self.inner = Ordered(self.tensors)
+        # NCCL returns none for a call that the caller's stream runs: what is later there waits
+        self._done = self.inner is None
         self.issue = _issued
         self.settled = True
-        if self._future is not None:
+        if self._future is not None and self._done:
+            self._future.set_result(list(self.tensors))
+        elif self._future is not None:
             _chain(self.inner.get_future(), self._future)
 
     def fail(self, error: Exception) -> None:
@@ -137,13 +139,15 @@ class GroupWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         self.has_future = True
         if self._future is None:
-            if self.settled and self.error is None:
+            if self.settled and self.inner is not None and self.error is None:
                 return self.inner.get_future()
             self._future = (
                 future_on(self.tensors[0].device) if len(self.tensors) else torch.futures.Future()
             )
             if self.error is not None:
                 self._future.set_exception(self.error)
+            elif self._done:
+                self._future.set_result(list(self.tensors))
         return self._future
 
 
@@ -170,33 +174,6 @@ class FutureWork:
 
     def get_future(self) -> torch.futures.Future[Any]:
         return self.future
-
-
-@dataclass
-class Ordered:
-    """Work of a call that the caller's stream runs, for which NCCL returns none: whatever that
-    stream runs later comes after it."""
-
-    tensors: Sequence[torch.Tensor]
-
-    def wait(self, timeout: timedelta = _ZERO) -> None:
-        """Nothing is left to wait for."""
-
-    def is_completed(self) -> bool:
-        return True
-
-    is_success = is_completed
-
-    def exception(self) -> None:
-        return None
-
-    def result(self) -> list[torch.Tensor]:
-        return list(self.tensors)
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        done = future_on(self.tensors[0].device) if len(self.tensors) else torch.futures.Future()
-        done.set_result(self.result())
-        return done
 
 
 def profiling() -> bool:
