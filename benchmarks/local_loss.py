@@ -3,7 +3,7 @@ and codec
 
 A GPT of 1.1 M parameters on the source of Python's standard library, its ranks simulated in one
 process, production code without a network, 2,000 steps of AdamW, the first tenth of them
-synchronous and shared by all methods (their tokens and bytes count). First the learning rate of
+synchronous and shared by all methods (their tokens and bytes count; --start 0: none). First the learning rate of
 synchronous training is searched, then, from the same rates, the inner rate of local updates at each
 number of steps a round, and their outer rate at 30; then comes the table. The --json file is
 written after each run, and a run that it has is not done again: the command can be stopped at any
@@ -91,6 +91,7 @@ class Run:
     # of hidden rounds: what is kept of a rank's own weights, or "keep"
     alpha: float | Literal["keep"] | None = None
     momentum: float = 0.0  # of their outer step
+    start: float = 0.1  # share of the steps that are synchronous at first
     windows: int = WINDOWS
     optimizer: str = ""  # of commpress, in place of AdamW
 
@@ -154,6 +155,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--ranks N", int, 4, "which share the windows of a step")
     option(parser, "--windows N", int, WINDOWS, f"of {LENGTH} bytes in a step (default {WINDOWS})")
     option(parser, "--steps N", int, STEPS, f"default {STEPS}")
+    option(parser, "--start X", float, 0.1, "share of steps before the first round (default 0.1)")
     option(parser, "--decay X", float, 0.95, "of residuals")
     option(parser, "--processes N", int, 1, "runs at a time")
     add_output(
@@ -182,6 +184,7 @@ def run(options: argparse.Namespace) -> int:
         steps=options.steps,
         decay=options.decay,
         ranks=options.ranks,
+        start=options.start,
         windows=options.windows,
     )
     rates = options.rates
@@ -297,7 +300,7 @@ def train(run: Run) -> Finished:
         sent, training = _optimized(model, run, text, draws)
         return Finished(run, round(_held_out_loss(model, held_out), 5), training, sent / 1e6)
     hook = Hook(model, run) if not run.every and not run.exact else None
-    together = run.steps if not run.every else run.steps // 10
+    together = run.steps if not run.every else int(run.steps * run.start)
     for step in range(together):
         parts: list[tuple[torch.Tensor, ...]] = [batch(text, rows, LENGTH, d) for d in draws]
         if hook is None:
