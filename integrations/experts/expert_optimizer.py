@@ -63,6 +63,11 @@ class ExpertOptimizer(StoredOptimizer):
             on_nonfinite=on_nonfinite,
         )
         places = self._places
+        if self.by_tensor:
+            raise InvalidArgument(
+                f"optimizer is {optimizer.__name__}, which is not element-wise: it takes whole "
+                "tensors, and experts pass through memory side by side. Use AdamW, SGD or Adagrad"
+            )
         self.tiers = _tiers([p for group in places for p, _, _ in group])
         self.store: TieredStore = self.tiers.store
         self.prefix = f"{self.tiers.prefix}/optimizer"
@@ -106,6 +111,7 @@ class ExpertOptimizer(StoredOptimizer):
         self._replicas = averaging_check(
             "ExpertOptimizer", [name for group in self._dense for _, name, _ in group]
         )
+        self.store.settle_with(self._record)
         self._built = True
 
     def _check_all(self, given: set[int]) -> None:
@@ -225,9 +231,7 @@ class ExpertOptimizer(StoredOptimizer):
 
     # ------------------------------------------------------------ checkpoints
 
-    def commit(self) -> int:
-        """Commit experts, dense parameters and all moments: a process that is killed afterwards
-        resumes from this step."""
+    def _record(self) -> None:
         numbers: list[float] = []
         for chunk in self.chunks:
             numbers += [float(chunk.stepped), *self._floats(chunk.scalars)]
@@ -237,7 +241,7 @@ class ExpertOptimizer(StoredOptimizer):
             self.store.put(f"{name}/{WEIGHT}", parameter.detach())
             for key in self._moments if state else ():
                 self.store.put(f"{name}/{key}", state[key])
-        return self._commit(numbers)
+        self._put_numbers(numbers)
 
     def _dense_names(self) -> Iterator[tuple[torch.Tensor, str]]:
         for group in self._dense:

@@ -4,7 +4,8 @@ by optimizers that know only the piece and its state, must be equal bit for bit.
 ``Partitioned`` and ``Offloaded`` update pieces in this way. The trial finds norms, ranks or factors
 of a tensor, a norm over all tensors, state in the optimizer or its groups or in another dtype or
 shape, and noise. Some optimizers combine elements only in large tensors, so each number of
-dimensions is tried with small tensors and a large one.
+dimensions is tried with small tensors and a large one. With whole tensors as pieces the trial shows
+whether an optimizer updates each tensor by itself, as Muon does.
 """
 
 import math
@@ -39,9 +40,11 @@ def check_elementwise(
     *,
     device: torch.device,
     in_place: bool,
+    whole: bool = False,
 ) -> None:
     """Raise ``InvalidArgument`` if the update of pieces would differ from that of ``optimizer`` for
-    some group of parameters. With ``in_place`` the state must be changed, not replaced."""
+    some group of parameters. With ``in_place`` the state must be changed, not replaced; with
+    ``whole`` each tensor is one piece."""
     tried = []
     for group in groups:
         own = options_of(group)
@@ -50,9 +53,32 @@ def check_elementwise(
         dims = sorted({p.dim() for p in group["params"]})
         if dims and (kind := (_alike(own), dims)) not in tried:
             tried.append(kind)
-            tries = partial(_difference, optimizer, options, own, dims, device, in_place)
+            tries = partial(
+                _difference, optimizer, options, own, dims, device, in_place=in_place, whole=whole
+            )
             _try(optimizer, partial(tries, large=False), device)
             _try(optimizer, tries, device)
+
+
+def takes_tensors(
+    optimizer: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+    groups: Sequence[dict[str, Any]],
+) -> bool:
+    """Return False if a store may hold pieces of tensors for ``optimizer``, True if it must hold
+    whole ones; raise ``InvalidArgument`` if neither will do."""
+    check = partial(
+        check_elementwise, optimizer, options, groups, device=torch.device("cpu"), in_place=True
+    )
+    try:
+        check()
+    except InvalidArgument as error:
+        try:
+            check(whole=True)
+        except InvalidArgument:
+            raise error from None
+        return True
+    return False
 
 
 def _alike(options: dict[str, Any]) -> dict[str, Any]:
@@ -88,8 +114,9 @@ def _difference(
     group: dict[str, Any],
     dims: Sequence[int],
     device: torch.device,
-    in_place: bool,
     *,
+    in_place: bool,
+    whole: bool,
     large: bool = True,
 ) -> str:
     """Describe a difference between the update of a tensor and of its pieces; empty if there is
@@ -101,26 +128,32 @@ def _difference(
         for shape in (_shape(d), _shape(d), _large(d))[: 3 if d and large else 2]
     ]
     wholes = [torch.nn.Parameter(torch.randn(shape, generator=draw).to(device)) for shape in shapes]
-    flats = [whole.detach().clone().view(-1) for whole in wholes]
+    flats = [each.detach().clone().view(-1) for each in wholes]
+    cuts = [(0,) if whole else tuple(a for a in CUTS if a < len(flat)) for flat in flats]
     pieces = [
-        [flat[a:b] for a, b in zip(CUTS, (*CUTS[1:], len(flat)), strict=True) if a < len(flat)]
-        for flat in flats
+        [flat[a:b] for a, b in zip(starts, (*starts[1:], len(flat)), strict=True)]
+        for starts, flat in zip(cuts, flats, strict=True)
     ]
+    if whole:
+        pieces = [[flat.view(shape)] for flat, shape in zip(flats, shapes, strict=True)]
     states: list[list[dict[str, Any]]] = [[{} for _ in own] for own in pieces]
     twin = _made(optimizer, wholes, options, group)
     settings = _settings(twin)
     for step in range(STEPS if large else BEFORE):
-        for number, whole in enumerate(wholes):
+        for number, tensor in enumerate(wholes):
             # keeps its direction, as optimizers that estimate a distance need
             steady = shapes[number].numel() >= VECTOR
             gradient = (
-                whole.detach().cpu().clone() if steady else torch.randn(whole.shape, generator=draw)
+                tensor.detach().cpu().clone()
+                if steady
+                else torch.randn(tensor.shape, generator=draw)
             )
             gradient *= 10.0 ** (step % 3 - number % 3)
             gradient.view(-1)[:ALIGN] *= step % 4 != 1  # no gradient in one piece now and then
-            whole.grad = gradient.to(device)
+            tensor.grad = gradient.to(device)
             for i, piece in enumerate(pieces[number]):
-                piece.grad = whole.grad.view(-1)[CUTS[i] :][: len(piece)].clone()
+                flat = tensor.grad.view(-1)[cuts[number][i] :][: piece.numel()]
+                piece.grad = flat.view(piece.shape).clone()
                 one = _made(optimizer, [piece], options, group)
                 if step:
                     one.state[piece] = dict(states[number][i])
@@ -142,13 +175,15 @@ def _difference(
                 f"its step changes {changed[0]!r} of param_groups, which is computed from all "
                 "parameters or counts steps"
             )
-        for number, whole in enumerate(wholes):
-            if not torch.equal(whole.view(-1), flats[number]):
+        for number, tensor in enumerate(wholes):
+            if not torch.equal(tensor.view(-1), flats[number]):
                 return (
-                    f"in step {step + 1} the update of a tensor of shape {tuple(whole.shape)} "
+                    f"in step {step + 1} the update of a tensor of shape {tuple(tensor.shape)} "
                     "differs from that of its pieces"
                 )
-            if found := _different_state(twin.state[whole], whole, states[number], pieces[number]):
+            if found := _different_state(
+                twin.state[tensor], tensor, states[number], pieces[number]
+            ):
                 return (
                     f"after step {step + 1} its state {found!r} of a tensor differs from that of "
                     "its pieces"
@@ -212,7 +247,7 @@ def _different_state(
             if not all(_moment(value, piece) for value, piece in zip(values, pieces, strict=True)):
                 return key
             if not torch.equal(
-                torch.cat([value for value in values if value is not None]),
+                torch.cat([value.view(-1) for value in values if value is not None]),
                 known[key].float().view(-1),
             ):
                 return key

@@ -74,7 +74,8 @@ class Offloaded(StoredOptimizer):
 
     If the store has a committed state of the same parameters under ``prefix``, training continues
     from it: parameters take its weights. Options not listed below are passed to ``optimizer``,
-    which must be element-wise; the update runs on the processor, so pass ``fused=True`` if torch
+    which must be element-wise, or update each tensor by itself, as ``torch.optim.Muon`` does: then
+    every tensor is a chunk. The update runs on the processor, so pass ``fused=True`` if torch
     has it. This optimizer does not communicate: on several ranks average gradients by
     DistributedDataParallel or FSDP, or use ``Partitioned(..., store=store)`` instead.
 
@@ -154,7 +155,9 @@ class Offloaded(StoredOptimizer):
         parameters = [p for group in places for p, _, _ in group]
         self.streamed = _streamer(parameters, store)
         elsewhere = self.streamed.group_of if self.streamed is not None else {}
-        self.chunks = chunks(places, max(int(chunk_mb * 1e6 / 4), 1), prefix, elsewhere)
+        self._check_whole(parameters)
+        numel = max(int(chunk_mb * 1e6 / 4), 1)
+        self.chunks = chunks(places, numel, prefix, elsewhere, whole=self.by_tensor)
         self._channels = _channels_of(parameters, clipped=max_grad_norm is not None)
         self._of_values = {chunk.values: chunk for chunk in self.chunks if chunk.values}
         self._group_of = {stored.name: g for g in elsewhere.values() for stored in g.stored}
@@ -208,8 +211,27 @@ class Offloaded(StoredOptimizer):
             self._next = {
                 index: torch.empty_like(parameter) for parameter, index in self._index.items()
             }
-        store.settle_with(self._before_commit)
+        self._closed = False
+        store.settle_with(self._record)
         self._built = True
+
+    def _check_whole(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Raise ``InvalidArgument`` if the optimizer takes whole tensors and a rank has parts."""
+        if not self.by_tensor:
+            return
+        divided = self.streamed is not None and self.streamed.transport.size > 1
+        if divided or any(map(is_cut, parameters)):
+            raise InvalidArgument(
+                f"optimizer is {self._optimizer.__name__}, which takes whole tensors, but "
+                "parameters are divided over ranks: use an element-wise one, such as AdamW, or "
+                "commpress.Muon, which brings the rows of a matrix together"
+            )
+        if self.streamed is not None and self._scalars:
+            raise InvalidArgument(
+                f"optimizer is {self._optimizer.__name__}, which takes whole tensors and counts "
+                f"{min(self._scalars)!r} for each, but streamed parameters are updated by blocks: "
+                "use an element-wise one, such as AdamW, or torch.optim.Muon"
+            )
 
     def _choose_tiers(self, budgets: Mapping[str, int]) -> None:
         """Assign the first chunks to the device and the next to host memory, within the budgets.
@@ -227,7 +249,7 @@ class Offloaded(StoredOptimizer):
             raise InvalidArgument(
                 f"the store has {usage.host_capacity} bytes of host memory, but {UNDER_WAY} chunks "
                 f"with their moments, and streamed parameters, need {reserve}: open it with a "
-                "larger host=, or pass a smaller chunk_mb="
+                f"larger host={'' if self.by_tensor else ', or pass a smaller chunk_mb='}"
             )
         most = {"device": usage.device_capacity, "host": usage.host_capacity - reserve}
         for tier, budget in budgets.items():
@@ -427,13 +449,16 @@ class Offloaded(StoredOptimizer):
         if self._running is running:
             self._running = None
 
-    def _before_commit(self) -> None:
+    def _record(self) -> None:
+        if self._closed:
+            return
         self._wait()
         if self._early is not None and self._early.begun:
             raise InvalidArgument(
                 "the store is committed between backward and step, but gradients='backward' has "
                 "updated a part of the parameters: commit after step"
             )
+        self._put_numbers([each for c in self.chunks for each in self._floats(c.scalars)])
 
     def _handed(self) -> list[Handed[None]]:
         """Record the progress of this thread's streams, for another thread's streams to wait
@@ -519,7 +544,7 @@ class Offloaded(StoredOptimizer):
     def _update(self, chunk: UpdateChunk, factor: torch.Tensor | None, written: set[int]) -> None:
         """Update a chunk. ``written``: parameters changed by others, as by ``load_state_dict``, to
         which the masters are set first."""
-        misses = self.store.counters.misses
+        misses, states = self.store.counters.misses, list[dict[str, Any]]()
         if self.streamed is not None:
             group = self.streamed.group_of.get(id(chunk.ranges[0].parameter))
             self.streamed.progress.reach(
@@ -539,11 +564,12 @@ class Offloaded(StoredOptimizer):
                     self._count(chunk, own, down=True)
             if self._replicas is not None:
                 for own, gradient in zip(chunk.ranges, gradients, strict=True):
-                    if held_of(own.parameter) is None:
+                    if gradient is not None and held_of(own.parameter) is None:
                         self._replicas.note(own.inside(held[WEIGHT]), gradient)
-            states = chunk.step(self._make, gradients, held, self._groups)
+            if any(gradient is not None for gradient in gradients):
+                states = chunk.step(self._make, gradients, held, self._groups)
             self._publish(chunk, held[WEIGHT])
-        if self._stepped(chunk, states):
+        if states and self._stepped(chunk, states):
             self._settle(chunk)
 
     def _publish(self, chunk: UpdateChunk, weights: torch.Tensor) -> None:
@@ -588,7 +614,7 @@ class Offloaded(StoredOptimizer):
         """Commit the state: a process that is killed afterwards resumes from this step. A running
         update is finished first."""
         self.finish()
-        return self._commit([each for c in self.chunks for each in self._floats(c.scalars)])
+        return super().commit()
 
     def _layout(self) -> int:
         bits = ["8 bits"] if self._coded.quantised else []
@@ -626,7 +652,8 @@ class Offloaded(StoredOptimizer):
         numbers = self._committed()
         for chunk in self.chunks:
             found = self._scalars_of(numbers)
-            if self.steps_done:
+            # a whole tensor has no moments before its first gradient
+            if self.steps_done and all(chunk.name(key) in self.store for key in self._moments):
                 self._restore(chunk, found)
             if not chunk.values:
                 with self.store.borrow(chunk.master, on=chunk.on, write=False) as weight:
@@ -686,6 +713,7 @@ class Offloaded(StoredOptimizer):
     def close(self) -> None:
         """Remove the hooks from the parameters. The store, which belongs to the caller, stays
         open."""
+        self._closed = True
         for hook in self._hooks:
             hook.remove()
         if self._running is not None:

@@ -23,7 +23,7 @@ from commpress.collectives.channel import Channel
 from commpress.collectives.reduce_scatter import gather_rows
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.zero.bucket import OwnedRange, ShardedBucket
-from commpress.integrations.zero.elementwise import check_elementwise
+from commpress.integrations.zero.elementwise import takes_tensors
 from commpress.integrations.zero.moments import Moments
 from commpress.integrations.zero.update_chunk import WEIGHT, ChunkRange, UpdateChunk
 from commpress.integrations.zero.wrapper import (
@@ -179,12 +179,12 @@ class StoredOptimizer(Wrapper):
             params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite
         )
         self._places, _ = trainable(self.param_groups, streamed=True)
-        check_elementwise(
-            optimizer, options, self.param_groups, device=torch.device("cpu"), in_place=True
-        )
+        # the optimizer combines elements of a tensor, so that none may be cut
+        self.by_tensor = takes_tensors(optimizer, options, self.param_groups)
         self.commit_every = commit_every
         self._optimizer, self._make = optimizer, partial(optimizer, **options)
-        self._moments, self._scalars = probe(optimizer, options)
+        dims = max(p.dim() for group in self._places for p, _, _ in group) if self.by_tensor else 1
+        self._moments, self._scalars = probe(optimizer, options, dims=dims)
 
     def _stepped(self, chunk: UpdateChunk, states: Sequence[dict[str, Any]]) -> bool:
         """Keep what a step has left besides weights; return whether this was the first step of the
@@ -192,10 +192,11 @@ class StoredOptimizer(Wrapper):
         chunk.scalars = {key: value for key, value in states[0].items() if key in self._scalars}
         if chunk.keys:
             return False
-        for key in self._moments:
+        for key, first in self._moments.items():
             flat = torch.zeros(chunk.numel)
             for own, state in zip(chunk.ranges, states, strict=True):
-                own.inside(flat).copy_(state[key])
+                moment = state.get(key)  # none yet of a whole tensor without a gradient
+                own.inside(flat).copy_(torch.tensor(first) if moment is None else moment.view(-1))
             self._coded.put(chunk, key, flat)
         chunk.keys = list(self._moments)
         return True
@@ -223,6 +224,12 @@ class StoredOptimizer(Wrapper):
     # ------------------------------------------------------------ commits
 
     def commit(self) -> int:
+        """Commit the state: a process that is killed afterwards resumes from this step."""
+        return self.store.commit()
+
+    def _record(self) -> None:
+        """Put what the store's tensors lack into the store. Called before each of its commits and
+        snapshots, whoever asks for them."""
         raise NotImplementedError
 
     def _ended(self) -> None:
@@ -242,10 +249,9 @@ class StoredOptimizer(Wrapper):
     def _floats(self, state: Mapping[str, Any]) -> list[float]:
         return [float(state.get(key, -1.0)) for key in self._scalars]
 
-    def _commit(self, numbers: Sequence[float]) -> int:
+    def _put_numbers(self, numbers: Sequence[float]) -> None:
         head = [FORMAT, float(self._layout()), float(self.steps_done)]
         self.store.put(self._meta, torch.tensor([*head, *numbers], dtype=torch.float64))
-        return self.store.commit()
 
     def _committed(self) -> Iterator[float]:
         """Set the number of steps to the committed one, and return the other numbers."""

@@ -3,10 +3,11 @@ as tensors of a store.
 
 Parameters are cut at multiples of ``ALIGN`` elements: see the note on vectors in ``bucket``. A
 streamed parameter's chunks are the stored ranges of its group; such a range in float32 is itself
-the master weight.
+the master weight. For an optimizer that takes whole tensors nothing is cut, and each tensor is a
+chunk.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -37,6 +38,7 @@ class ChunkRange:
     start: int  # first element in the parameter
     at: int  # first element in the chunk
     numel: int
+    whole: bool = False  # updated in the parameter's shape, and only with a gradient
 
     def inside(self, chunk: torch.Tensor) -> torch.Tensor:
         return chunk[self.at : self.at + self.numel]
@@ -44,6 +46,10 @@ class ChunkRange:
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the same elements of a tensor with the parameter's shape and sharding."""
         return local(whole).detach().view(-1)[self.start : self.start + self.numel]
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return its elements in the shape in which they are updated."""
+        return flat.view(self.parameter.shape) if self.whole else flat
 
 
 @dataclass(eq=False)
@@ -110,16 +116,17 @@ class UpdateChunk:
     def step(
         self,
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
-        gradients: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
         held: dict[str, torch.Tensor],
         param_groups: Sequence[dict[str, Any]],
     ) -> list[dict[str, Any]]:
         """Take one step of an optimizer for this chunk alone, in place in the store's tensors;
         return the new states of the ranges.
 
-        ``make`` makes the user's optimizer from parameter groups.
+        ``make`` makes the user's optimizer from parameter groups. Whole tensors without a gradient
+        stay as they are.
         """
-        weights = [own.inside(held[WEIGHT]) for own in self.ranges]
+        weights = [own.shaped(own.inside(held[WEIGHT])) for own in self.ranges]
         groups: dict[int, list[torch.Tensor]] = {}
         for own, weight in zip(self.ranges, weights, strict=True):
             groups.setdefault(own.group, []).append(weight)
@@ -127,9 +134,9 @@ class UpdateChunk:
             [{**options_of(param_groups[number]), "params": of} for number, of in groups.items()]
         )
         for own, weight, gradient in zip(self.ranges, weights, gradients, strict=True):
-            weight.grad = gradient.to(weight.device)
+            weight.grad = None if gradient is None else own.shaped(gradient).to(weight.device)
             if self.stepped:
-                moments = {key: own.inside(held[key]) for key in self.keys}
+                moments = {key: own.shaped(own.inside(held[key])) for key in self.keys}
                 optimizer.state[weight] = moments | {
                     key: copied(value) for key, value in self.scalars.items()
                 }
@@ -148,9 +155,11 @@ def chunks(
     numel: int,
     prefix: str,
     streamed: Mapping[int, StreamedGroup],
+    *,
+    whole: bool = False,
 ) -> list[UpdateChunk]:
     """Divide parameters into chunks of about ``numel`` elements; ``streamed``: groups of streamed
-    parameters by id."""
+    parameters by id; ``whole``: each parameter is a chunk."""
     result: list[UpdateChunk] = []
     numel = max(numel // ALIGN, 1) * ALIGN
     for number, group in enumerate(groups):
@@ -158,16 +167,16 @@ def chunks(
         for parameter, name, index in group:
             start, numel_here = 0, local(parameter).numel()
             while start < numel_here and id(parameter) not in streamed:
-                if chunk is None or chunk.numel >= numel:
+                if chunk is None or whole or chunk.numel >= numel:
                     chunk = UpdateChunk(len(result), prefix)
                     result.append(chunk)
-                count = min(numel_here - start, numel - chunk.numel)
+                count = numel_here if whole else min(numel_here - start, numel - chunk.numel)
                 chunk.ranges.append(
-                    ChunkRange(parameter, name, index, number, start, chunk.numel, count)
+                    ChunkRange(parameter, name, index, number, start, chunk.numel, count, whole)
                 )
                 chunk.numel += -(-count // ALIGN) * ALIGN
                 start += count
-    return result + _streamed_chunks(groups, prefix, len(result), streamed)
+    return result + _streamed_chunks(groups, prefix, len(result), streamed, whole=whole)
 
 
 def _streamed_chunks(
@@ -175,6 +184,8 @@ def _streamed_chunks(
     prefix: str,
     first: int,
     streamed: Mapping[int, StreamedGroup],
+    *,
+    whole: bool,
 ) -> list[UpdateChunk]:
     """Make one chunk for each stored range of a streamed group with a parameter among
     ``groups``."""
@@ -193,14 +204,19 @@ def _streamed_chunks(
             )
             for member, start, place in own.overlaps(stored.start, stored.numel):
                 if id(member.parameter) in known:
-                    numel = place.stop - place.start
+                    numel, (name, index, number) = (
+                        place.stop - place.start,
+                        known[id(member.parameter)],
+                    )
+                    if whole and numel != member.parameter.numel():
+                        raise InvalidArgument(
+                            f"optimizer takes whole tensors, and {name!r}, of "
+                            f"{member.parameter.numel()} elements, is streamed in several chunks: "
+                            "pass a chunk_mb= to commpress.stream in which its block fits"
+                        )
                     chunk.ranges.append(
                         ChunkRange(
-                            member.parameter,
-                            *known[id(member.parameter)],
-                            start,
-                            place.start,
-                            numel,
+                            member.parameter, name, index, number, start, place.start, numel, whole
                         )
                     )
             if chunk.ranges:
@@ -222,9 +238,10 @@ class ParameterGradients:
 
     def ready(
         self, chunk: UpdateChunk, factor: torch.Tensor | None, stack: ExitStack
-    ) -> list[torch.Tensor]:
+    ) -> list[torch.Tensor | None]:
         """Return the clipped gradients of a chunk's ranges, valid until ``stack`` is closed: those
-        of the parameters, or in the store, themselves if they need no conversion."""
+        of the parameters, or in the store, themselves if they need no conversion; None for whole
+        tensors without one."""
         found = self._found(chunk)
         if chunk.on == "host":
             self._store.crossing.down += sum(
@@ -232,7 +249,7 @@ class ParameterGradients:
             )
         as_they_are = [own.of(g) for own, g in found if g is not None and _readable(g)]
         if factor is None and len(as_they_are) == len(found):
-            return as_they_are
+            return [*as_they_are]
         flat = self.buffer(chunk)
         for own, g in found:
             mine = own.inside(flat)
@@ -241,7 +258,7 @@ class ParameterGradients:
             else:
                 mine.copy_(own.of(g.contiguous()), non_blocking=True)
         _arrive(g for _, g in found if g is not None)
-        return _clipped(chunk, flat, factor)
+        return _clipped(chunk, flat, factor, [own for own, g in found if g is not None])
 
     def square_sum(self) -> float:
         """Return Σ g² in double, summed where the gradients are."""
@@ -439,16 +456,17 @@ class StoredGradients(ParameterGradients):
 
     def ready(
         self, chunk: UpdateChunk, factor: torch.Tensor | None, stack: ExitStack
-    ) -> list[torch.Tensor]:
-        if chunk not in self._used:
-            return _clipped(chunk, self.buffer(chunk).zero_(), None)
+    ) -> list[torch.Tensor | None]:
+        there = self._used.get(chunk)
+        if there is None:
+            return _clipped(chunk, self.buffer(chunk).zero_(), None, ())
         held = stack.enter_context(self._store.borrow(chunk.name(GRADIENT), write=False))
         if chunk.on == "host" and factor is None:
-            return [own.inside(held) for own in chunk.ranges]
+            return _clipped(chunk, held, None, there)
         flat = self.buffer(chunk)
         if chunk.on == "device":
             self._store.crossing.up += flat.nbytes
-        return _clipped(chunk, flat.copy_(held), factor)
+        return _clipped(chunk, flat.copy_(held), factor, there)
 
     def names(self, chunk: UpdateChunk) -> list[str]:
         return [chunk.name(GRADIENT)] if chunk in self._used else []
@@ -495,12 +513,16 @@ def _arrive(values: Iterable[torch.Tensor]) -> None:
 
 
 def _clipped(
-    chunk: UpdateChunk, flat: torch.Tensor, factor: torch.Tensor | None
-) -> list[torch.Tensor]:
-    """Return the parts of ``flat`` that belong to the chunk's ranges, after clipping."""
+    chunk: UpdateChunk,
+    flat: torch.Tensor,
+    factor: torch.Tensor | None,
+    there: Container[ChunkRange],
+) -> list[torch.Tensor | None]:
+    """Return the parts of ``flat`` that belong to the chunk's ranges, after clipping. ``there``:
+    those with a gradient."""
     if factor is not None:
         flat.mul_(factor.to(flat.device))
-    return [own.inside(flat) for own in chunk.ranges]
+    return [None if own.whole and own not in there else own.inside(flat) for own in chunk.ranges]
 
 
 def _square_sum(parts: Iterable[torch.Tensor]) -> float:

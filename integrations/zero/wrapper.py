@@ -180,13 +180,15 @@ def probe(
     optimizer: type[torch.optim.Optimizer],
     options: dict[str, Any],
     device: torch.device | None = None,
+    *,
+    dims: int = 1,
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Take a step of a small parameter; return the first values of moments, which have its shape,
-    and an example of each other entry of the state.
+    """Take a step of a small parameter of ``dims`` dimensions; return the first values of moments,
+    which have its shape, and an example of each other entry of the state.
 
     Parameter and gradient are zero, so that moments after the step equal those before it.
     """
-    parameter = torch.zeros(7, device=device)
+    parameter = torch.zeros((7, 3, *[2] * dims)[:dims], device=device)
     parameter.grad = torch.zeros_like(parameter)
     small = optimizer([parameter], **options)
     small.step()
@@ -196,7 +198,7 @@ def probe(
         for key, v in state.items()
         if isinstance(v, torch.Tensor) and v.shape == parameter.shape
     }
-    moments = {key: float(whole[key][0]) for key in sorted(whole)}
+    moments = {key: float(whole[key].view(-1)[0]) for key in sorted(whole)}
     scalars = {key: state[key] for key in sorted(state) if key not in moments}
     if odd := [key for key, v in scalars.items() if isinstance(v, torch.Tensor) and v.numel() != 1]:
         raise InvalidArgument(

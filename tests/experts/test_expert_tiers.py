@@ -237,11 +237,22 @@ def test_bytes_moved_by_a_store_are_those_of_the_plan(tmp_path, trace):
     store.close()
 
 
+class ByNorm(torch.optim.SGD):
+    """Divides gradients by their norms."""
+
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.grad = p.grad / (p.grad.flatten().norm() + 1)
+        super().step(closure)
+
+
 def test_a_run_goes_on_from_its_last_commit(tmp_path):
     net, optimizer, store = tiered(tmp_path / "store")
     other, twin = in_memory()
-    train(net, optimizer, 0, 3)
+    train(net, optimizer, 0, 2)
     optimizer.commit()
+    train(net, optimizer, 2, 3)
+    store.snapshot("three")  # of the optimizer, too
     train(net, optimizer, 3, 4)  # gone
     loss_of(net, 4, 0).backward()
     store.close()
@@ -263,6 +274,8 @@ def test_a_run_goes_on_from_its_last_commit(tmp_path):
         net = Net(store=commpress.moe.ExpertTiers(store, 2))
         with pytest.raises(StateMismatch, match="chunk_mb or optimizer"):
             commpress.moe.ExpertOptimizer(net.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        with pytest.raises(InvalidArgument, match="not element-wise: it takes whole tensors"):
+            commpress.moe.ExpertOptimizer(net.parameters(), ByNorm)
 
 
 def test_state_dicts_load_both_ways(tmp_path):

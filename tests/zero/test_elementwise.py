@@ -242,31 +242,39 @@ ACROSS = [
     torch.optim.Muon,
     torch.optim.LBFGS,
     torch.optim.SparseAdam,
-    Lamb,
     Factored,
     CommonNorm,
     CountsInItself,
     CountsInItsGroup,
     EstimatesItsRate,
-    MuonFromFourOn,
     FactoredFrom128On,
-    InBlocks,
-    InSignsOfAll,
     Noisy,
     HalfState,
-    NowAndThen,
     NeedsClosure,
 ]
+BY_TENSOR = [Lamb, MuonFromFourOn, InBlocks, InSignsOfAll, NowAndThen]
 
 
-@pytest.mark.parametrize("kind", ACROSS)
+@pytest.mark.parametrize("kind", BY_TENSOR)
+def test_who_mixes_elements_of_a_tensor_gets_whole_ones_from_a_store(store, kind):
+    nets = [model() for _ in range(2)]
+    twin = kind(nets[0].parameters(), **LR)
+    offloaded = commpress.Offloaded(
+        nets[1].named_parameters(), kind, store=store, chunk_mb=0.001, **LR
+    )
+    assert offloaded.by_tensor
+    assert len(offloaded.chunks) == 3  # one for each parameter
+    assert equal(train(nets[1], offloaded, steps=12), train(nets[0], twin, steps=12))
+
+
+@pytest.mark.parametrize("kind", [*ACROSS, *BY_TENSOR])
 def test_optimizers_that_look_across_elements_are_refused(store, kind):
     net = model()
     before = values(net)
     for build, options in (
-        (commpress.Offloaded, {"store": store}),
         (commpress.Partitioned, {}),
         (commpress.Partitioned, {"store": store}),
+        *([(commpress.Offloaded, {"store": store})] if kind in ACROSS else []),
     ):
         with pytest.raises(InvalidArgument, match=rf"{kind.__name__}, which .*such as AdamW"):
             build(net.parameters(), kind, **options)
@@ -319,9 +327,10 @@ def test_options_of_a_group_count(store):
     net = model()
     groups = [{"params": [net[0].weight]}, {"params": [net[2].weight], "scaled": True}]
     with pytest.raises(InvalidArgument, match="is not element-wise"):
-        commpress.Offloaded(groups, Switch, store=store)
+        commpress.Partitioned(groups, Switch)
+    assert commpress.Offloaded(groups, Switch, store=store, prefix="scaled").by_tensor
     groups[1]["scaled"] = False
-    commpress.Offloaded(groups, Switch, store=store)
+    assert not commpress.Offloaded(groups, Switch, store=store).by_tensor
 
 
 def test_state_that_is_replaced_is_taken_in_memory_and_refused_in_a_store(store):

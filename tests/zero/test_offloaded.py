@@ -116,6 +116,33 @@ def test_goes_on_after_a_kill(tmp_path):
         check(net, optimizer, other, twin)
 
 
+def test_a_snapshot_of_the_store_is_one_of_every_optimizer_in_it(tmp_path):
+    """Whoever asks for a commit: numbers of steps belong to the moments beside them."""
+    nets, twins = [model(), model()], [model(), model()]
+    alike = [plain(twin) for twin in twins]
+    with open_store(tmp_path / "store") as store:
+        both = [offloaded(net, store, prefix=name) for net, name in zip(nets, "ab", strict=True)]
+        for net, one in zip(nets, both, strict=True):
+            train(net, one, 0, 2)
+        both[0].commit()
+        for net, one in zip(nets, both, strict=True):
+            train(net, one, 2, 5)
+        store.snapshot("five")
+        train(nets[0], both[0], 5, 6)  # gone
+    nets = [model(), model()]
+    with open_store(tmp_path / "store") as store:
+        both = [offloaded(net, store, prefix=name) for net, name in zip(nets, "ab", strict=True)]
+        assert [one.steps_done for one in both] == [5, 5]
+        for net, one, twin, other in zip(nets, both, twins, alike, strict=True):
+            train(net, one, 5, 8)
+            train(twin, other, 0, 8)
+            check(net, one, twin, other)
+        both[1].close()
+        store.delete("b/meta")
+        store.commit()
+        assert "b/meta" not in store  # what is closed writes no more
+
+
 def test_bytes_of_a_step(store):
     """State that does not stay is read and written once: 12 bytes per parameter each way with
     AdamW."""
