@@ -3,11 +3,11 @@ and codec
 
 A GPT of 1.1 M parameters on the source of Python's standard library, its ranks simulated in one
 process, production code without a network, 2,000 steps of AdamW, the first tenth of them
-synchronous and shared by all methods (their tokens and bytes count; --start 0: none). First the learning rate of
-synchronous training is searched, then, from the same rates, the inner rate of local updates at each
-number of steps a round, and their outer rate at 30; then comes the table. The --json file is
-written after each run, and a run that it has is not done again: the command can be stopped at any
-time and continued.
+synchronous and shared by all methods (their tokens and bytes count; --start 0: none). First the
+learning rate of synchronous training is searched, then, from the same rates, the inner rate of
+local updates at each number of steps a round, and their outer rate at 30; then comes the table. The
+--json file is written after each run, and a run that it has is not done again: the command can be
+stopped at any time and continued.
   --hidden K K    also rounds of so many steps that are overlapped as a whole by their exchange, as
            every="auto" makes them: means of weights, at first with half and later with all of what
            a rank has trained meanwhile; with --alpha that share of its own weights when one
@@ -15,7 +15,9 @@ time and continued.
            searched for each
   --hooks CODEC   also synchronous gradients in this codec, as commpress.compress sends them;
            per-layer-CODEC: in codecs or ranks that PerLayer chooses every 100 steps
-  --optimizers NAME  also OneBitAdam or ZeroOneAdam, whose first tenth is exact
+  --optimizers NAME  also OneBitAdam or ZeroOneAdam, whose first tenth is exact; Muon, whose
+           matrices travel in int8 and int4, with AdamW's sizes of steps; Muon-none, in no codec,
+           which has the bits of torch's Muon on the mean gradient
 Columns of the table:
   gap      held-out loss against synchronous training at its best rate, mean over the seeds that
            both have
@@ -50,6 +52,7 @@ from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
 from commpress.collectives.transports.loopback import Loopback, simulate
+from commpress.collectives.transports.transport import Transport
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.outer import Average, Nesterov, Outer
 from commpress.schedules import Facts, Hidden
@@ -356,19 +359,9 @@ def _optimized(
 ) -> tuple[float, list[float]]:
     """Train ``model`` as one of the ranks of a compressed optimizer; its bytes and losses."""
     models = [model, *(copy.deepcopy(model) for _ in draws[1:])]
-    kind = getattr(commpress, run.optimizer)
     training: list[float] = []
-    options = {"exact_steps": run.steps // 10} if run.optimizer == "OneBitAdam" else {}
-    optimizers = [
-        kind(
-            each.named_parameters(),
-            lr=run.rate,
-            betas=(0.9, 0.99),
-            weight_decay=0.1,
-            max_grad_norm=1.0,
-            transport=transport,
-            **options,
-        )
+    optimizers: list[Any] = [
+        _optimizer(each, run, transport)
         for each, transport in zip(models, Loopback(run.ranks).transports(), strict=True)
     ]
     for step in range(run.steps):
@@ -385,6 +378,33 @@ def _optimized(
         training += [round(mean(losses), 4)] if step % 50 == 0 else []
     simulate([each.synchronizing() for each in optimizers if hasattr(each, "synchronizing")])
     return float(optimizers[0].channel.sent_bytes), training
+
+
+def _optimizer(model: torch.nn.Module, run: Run, transport: Transport) -> torch.optim.Optimizer:
+    """The optimizer of a rank that averages by itself."""
+    named = dict(model.named_parameters())
+    name, _, codec = run.optimizer.partition("-")
+    if name == "Muon":
+        hidden = [p for key, p in named.items() if p.ndim == 2 and key.startswith("blocks.")]
+        rest = [p for p in named.values() if all(p is not other for other in hidden)]
+        return commpress.Muon(
+            [{"params": hidden}, {"params": rest, "use_muon": False, "lr": run.rate}],
+            run.rate,
+            adjust_lr_fn="match_rms_adamw",
+            adamw={"betas": (0.9, 0.99), "weight_decay": 0.1},
+            transport=transport,
+            **({"codec": None, "update_codec": None} if codec == "none" else {}),
+        )
+    kind: Any = getattr(commpress, name)
+    return kind(
+        list(named.items()),
+        lr=run.rate,
+        betas=(0.9, 0.99),
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+        transport=transport,
+        **({"exact_steps": run.steps // 10} if name == "OneBitAdam" else {}),
+    )
 
 
 def _adamw(model: torch.nn.Module, run: Run) -> torch.optim.AdamW:
