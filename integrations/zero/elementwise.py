@@ -188,6 +188,9 @@ def _difference(
                     f"after step {step + 1} its state {found!r} of a tensor differs from that of "
                     "its pieces"
                 )
+        kinds = [{key for key, value in twin.state[p].items() if value is not None} for p in wholes]
+        if odd := sorted(set.union(*kinds) - set.intersection(*kinds)):
+            return f"it keeps {odd[0]!r} for some tensors only"
     return ""
 
 

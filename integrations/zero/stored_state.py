@@ -189,6 +189,14 @@ class StoredOptimizer(Wrapper):
     def _stepped(self, chunk: UpdateChunk, states: Sequence[dict[str, Any]]) -> bool:
         """Keep what a step has left besides weights; return whether this was the first step of the
         chunk."""
+        kept = {key for state in states for key, value in state.items() if value is not None}
+        if odd := sorted(kept.symmetric_difference((*self._moments, *self._scalars))):
+            raise InvalidArgument(
+                f"optimizer is {self._optimizer.__name__}, whose state of {chunk.ranges[0].name!r} "
+                f"has {sorted(kept)} where that of other tensors has "
+                f"{sorted((*self._moments, *self._scalars))}: {odd[0]!r} would be lost. Pass "
+                "tensors of this kind to an Offloaded of their own, with another prefix="
+            )
         chunk.scalars = {key: value for key, value in states[0].items() if key in self._scalars}
         if chunk.keys:
             return False

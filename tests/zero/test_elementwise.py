@@ -247,12 +247,13 @@ ACROSS = [
     CountsInItself,
     CountsInItsGroup,
     EstimatesItsRate,
+    MuonFromFourOn,
     FactoredFrom128On,
     Noisy,
     HalfState,
     NeedsClosure,
 ]
-BY_TENSOR = [Lamb, MuonFromFourOn, InBlocks, InSignsOfAll, NowAndThen]
+BY_TENSOR = [Lamb, InBlocks, InSignsOfAll, NowAndThen]
 
 
 @pytest.mark.parametrize("kind", BY_TENSOR)
@@ -265,6 +266,22 @@ def test_who_mixes_elements_of_a_tensor_gets_whole_ones_from_a_store(store, kind
     assert offloaded.by_tensor
     assert len(offloaded.chunks) == 3  # one for each parameter
     assert equal(train(nets[1], offloaded, steps=12), train(nets[0], twin, steps=12))
+
+
+def test_state_that_no_trial_has_shown_is_refused_in_the_first_step(store):
+    """Of tensors larger than those that are tried: it would begin anew in each step."""
+
+    class FromALengthOn(Lamb):
+        def move(self, p, g, state, lr):
+            super().move(p, g, state, lr)
+            if p.numel() > 1 << 15:
+                state["momentum_buffer"] = state.pop("exp_avg")
+
+    net = torch.nn.Linear(256, 256)
+    optimizer = commpress.Offloaded(net.parameters(), FromALengthOn, store=store)
+    net(torch.ones(2, 256)).sum().backward()
+    with pytest.raises(InvalidArgument, match=r"\['momentum_buffer'\] where .* \['exp_avg'\]"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("kind", [*ACROSS, *BY_TENSOR])
