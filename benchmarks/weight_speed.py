@@ -57,17 +57,23 @@ def measure(times: int) -> list[Line]:
 
 
 def _line(share: float | None, old: np.ndarray, rng: np.random.Generator, times: int) -> Line:
-    new, before, target = old.copy(), None if share is None else old, old.copy()
-    compare = None
+    new, compare = old.copy(), None
     if share is not None:
         at = np.flatnonzero(rng.random(law.BLOCK) < share)
         moves = rng.choice([1, -1, 2, -2], len(at), p=[0.44, 0.44, 0.06, 0.06])
         new[at] += moves.astype(np.uint16)
-        gaps, differences = np.empty(law.BLOCK, np.uint32), np.empty(law.BLOCK, np.int32)
-        compare = _rate(partial(exact.loops.scan, old, new, gaps, differences), old, times)
-    code = exact.encode(before, new, law.BFLOAT16)
+        table = np.empty((9, law.KEYS), np.int64)
+        compare = _rate(partial(exact.loops.scan, old, new, table), old, times)
+    before, after = (old, new) if share is not None else (None, None)
+    code, back = (exact.encode(*pair, law.BFLOAT16) for pair in ((before, new), (after, old)))
     encode = _rate(partial(exact.encode, before, new, law.BFLOAT16), old, times)
-    decode = _rate(partial(exact.decode, code, target, law.BFLOAT16), old, times)
+    target = old.copy()
+
+    def to_and_fro() -> None:
+        exact.decode(code, target, law.BFLOAT16)
+        exact.decode(back, target, law.BFLOAT16)
+
+    decode = 2 * _rate(to_and_fro, old, times)
     return Line(share, 8 * len(code) / law.BLOCK, compare, encode, decode)
 
 
