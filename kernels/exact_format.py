@@ -47,6 +47,7 @@ KEYS, EVERY = 256, 32
 LONGEST = 23  # zeros of a quotient
 HIT, WINDOW = 7, 7  # code of an escape; exponents of the window
 GROUP, PLANES = 64, 24  # numbers of a group; bytes of its planes
+GROUPS = BLOCK // GROUP
 SAMPLE = 4096  # numbers of a block by which the window is chosen
 PLAIN, BFLOAT16, FLOAT32 = range(3)  # kinds of numbers that the code distinguishes
 

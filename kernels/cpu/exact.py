@@ -18,7 +18,8 @@ class _Scratch(threading.local):
     work."""
 
     def __init__(self) -> None:
-        self.table = np.empty((9, law.KEYS), np.int64)
+        self.table = np.empty((6, law.KEYS), np.int64)
+        self.masks = np.empty((law.CLASSES + 1, law.GROUPS), np.int64)
         self.code = np.empty(0, np.uint8)
 
     def room(self, size: int) -> np.ndarray:
@@ -36,19 +37,15 @@ def encode(old: np.ndarray | None, new: np.ndarray, kind: int = law.PLAIN) -> by
     _check(new)
     found, limit = b"", 1 + new.nbytes  # bytes of the shortest form so far
     if old is not None:
-        table = _scratch.table
-        if not (count := loops.scan(old, new, table)):
+        table, masks = _scratch.table, _scratch.masks
+        if not (count := loops.scan(old, new, table, masks)):
             return bytes([law.SAME])
-        classes = loops.classify(table)
-        rooms = _scratch.room(classes * (limit + _SPARE)).reshape(classes, -1)
-        if not loops.pack(old, new, table, classes, rooms.reshape(-1)):
-            heads = table[:4, :classes].T.tolist()
-            parts = [law.SPARSE_HEAD.pack(law.SPARSE, classes, count)]
-            parts += [law.CLASS.pack(*head) for head in heads]
-            parts += [room[: head[3]].data for room, head in zip(rooms, heads, strict=True)]
-            if sum(map(len, parts)) < limit:
-                found = b"".join(parts)
-                limit = len(found)
+        room, classes = _scratch.room(limit + _SPARE), loops.classify(table)
+        size = loops.pack(old, new, table, masks, classes, room)
+        head = law.SPARSE_HEAD.pack(law.SPARSE, classes, count)
+        head += b"".join(law.CLASS.pack(*each) for each in table[:4, :classes].T.tolist())
+        if 0 <= size < limit - len(head):
+            found, limit = head + room[:size].tobytes(), len(head) + size
     if kind != law.PLAIN and 5 * limit > 3 * new.nbytes:
         whole = law.whole_groups(new)
         tops = whole if kind == law.BFLOAT16 else whole >> np.uint32(16)
@@ -67,7 +64,7 @@ def decode(code: bytes | memoryview, target: np.ndarray, kind: int = law.PLAIN) 
     content = np.frombuffer(code, np.uint8)
     form = int(content[0]) if len(content) else -1
     if form == law.SPARSE:
-        if not loops.apply(content, target, _scratch.table):
+        if not loops.apply(content, target, _scratch.table, _scratch.masks):
             return
     elif form == law.EXPONENTS and kind != law.PLAIN and target.itemsize == 2 * kind:
         if _joined(content, target, kind):

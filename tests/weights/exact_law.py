@@ -108,7 +108,9 @@ def moves(code: bytes, old: np.ndarray) -> np.ndarray:
         raise ValueError("damaged")
     _, count, changed = SPARSE_HEAD.unpack_from(code)
     at, classes = SPARSE_HEAD.size + CLASS.size * count, classes_of(code + bytes(2048))
-    sizes = [CLASS.unpack_from(code + bytes(2048), at - CLASS.size * i)[3] for i in range(count, 0, -1)]
+    sizes = [
+        CLASS.unpack_from(code + bytes(2048), at - CLASS.size * i)[3] for i in range(count, 0, -1)
+    ]
     ends = [last for last, _, _ in classes]
     if not (
         0 < count <= CLASSES

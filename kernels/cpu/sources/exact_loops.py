@@ -17,6 +17,7 @@ from commpress.kernels.exact_format import (
     EXPONENT_HEAD,
     EXPONENTS,
     GROUP,
+    GROUPS,
     HIT,
     KEYS,
     LONGEST,
@@ -33,8 +34,7 @@ _ESCAPED = np.uint64(1 << LONGEST)
 _ROOM = 32  # bytes that one number may need, and more
 _LOWEST, _HIGHEST = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)  # of each byte
 _DIAGONAL = np.uint64(0x8040201008040201)  # bit i of byte i
-# rows of a table, for each class: its last key and parameters, then the state of its bits
-_LAST, _K, _M, _AT, _BIT, _HELD, _RANK, _BEFORE, _MASK = range(9)
+_WORTH = 64  # a class is one of its own where that saves more than one bit in so many
 _NONE = np.int64(1 << 50)  # in place of a number, where none follows
 
 
@@ -101,23 +101,25 @@ def _ones(typing, word):
 
 
 @intrinsic
-def _upto(typing, values, at, lasts, table):
-    """For each class, bit i of its mask is 1 where the key of values[at + i] is at most its last
-    one; 64 numbers."""
+def _divide(typing, values, at, lasts, masks, group):
+    """For each class, bit i of its mask of this group is 1 where values[at + i] belongs to it."""
 
     def generate(*of):
-        code, (_, at, lasts, _) = _Emitted(*of), of[3]
+        code, (_, at, lasts, _, group) = _Emitted(*of), of[3]
         build, element = code.builder, code.element(0)
         keys = build.shl(code.load(0, at, _vector(element)), _all(element, 1))
         if element != _I8:
             keys = build.trunc(build.lshr(keys, _all(element, element.width - 8)), _BYTES)
+        before = _I64(0)
         for c in range(CLASSES):
             last = code.spread(build.trunc(build.extract_value(lasts, c), _I8))
-            mask = build.bitcast(build.icmp_unsigned("<=", keys, last), _I64)
-            code.store(mask, 3, _I64(_MASK * KEYS + c))
+            upto = build.bitcast(build.icmp_unsigned("<=", keys, last), _I64)
+            mask = build.and_(upto, build.not_(before))
+            code.store(mask, 3, build.add(group, _I64(c * GROUPS)))
+            before = upto
         return code.nothing()
 
-    return types.none(values, types.intp, lasts, table), generate
+    return types.none(values, types.intp, lasts, masks, types.intp), generate
 
 
 @bare
@@ -146,17 +148,19 @@ def _key(value, itemsize):
 
 
 @bare
-def _mask(values, first, lasts, table):
-    """As ``_upto``, of 64 numbers or those that are left."""
-    left = values.size - first
-    if left >= GROUP:
-        return _upto(values, first, lasts, table)
-    for c in range(CLASSES):
-        mask = np.int64(0)
-        for i in range(left):
-            key = _key(values[first + i], values.itemsize)
-            mask |= np.int64(key <= lasts[c]) << i
-        table[_MASK, c] = mask
+def _find_members(values, table, masks):
+    """masks := those of the classes, for each group."""
+    lasts, whole = (table[0, 0], table[0, 1], table[0, 2], table[0, 3]), values.size // GROUP
+    for group in range(whole):
+        _divide(values, group * GROUP, lasts, masks, group)
+    if values.size > whole * GROUP:
+        for c in range(CLASSES):
+            masks[c, whole] = 0
+        for i in range(values.size - whole * GROUP):
+            key, c = _key(values[whole * GROUP + i], values.itemsize), 0
+            while key > lasts[c]:
+                c += 1
+            masks[c, whole] |= np.int64(1) << i
 
 
 @bare
@@ -179,13 +183,13 @@ def _move(old, new, at):
     return d - ((d & half) << 1)
 
 
-@kernel(old=HALVES, new=HALVES, table=TABLE)
-@kernel(old=OCTETS, new=OCTETS, table=TABLE)
-@kernel(old=WORDS, new=WORDS, table=TABLE)
+@kernel(old=HALVES, new=HALVES, table=TABLE, masks=TABLE)
+@kernel(old=OCTETS, new=OCTETS, table=TABLE, masks=TABLE)
+@kernel(old=WORDS, new=WORDS, table=TABLE, masks=TABLE)
 @bare
-def scan(old, new, table):
+def scan(old, new, table, masks):
     """Count what has changed. ``table``: for each key its numbers, by one in 64 of them, how many
-    changed, and by how many units."""
+    changed, and by how many units. ``masks``: which changed, the last row."""
     numel, size, count = new.size, new.itemsize, 0
     for row in range(3):
         for key in range(KEYS):
@@ -194,6 +198,7 @@ def scan(old, new, table):
         probe = first + (first // GROUP * 0x9E37 >> 8) % min(GROUP, numel - first)
         table[0, _key(old[probe], size)] += GROUP
         mask = _changed(old, new, first)
+        masks[CLASSES, first // GROUP] = np.int64(mask)
         while mask:
             at = first + _zeros(mask)
             mask &= mask - _ONE
@@ -250,12 +255,13 @@ def classify(table):
                 table[5, count - 1] = _shortest(table, count - 1, count)[0]
             count += 1
     while count > 1:
-        best, least = 0, np.int64(1) << 62
+        best, least, total = 0, np.int64(1) << 62, table[4, count - 1]
         for i in range(count - 1):
+            total += table[4, i]
             loss = table[5, i] - table[4, i] - table[4, i + 1]
             if loss < least:
                 best, least = i, loss
-        if count <= CLASSES and least > 8 * _CLASS:
+        if count <= CLASSES and least > 8 * _CLASS + total // _WORTH:
             break
         for row in range(3):
             table[row, best] += table[row, best + 1]
@@ -267,10 +273,10 @@ def classify(table):
         for i in range(max(best - 1, 0), min(best + 1, count - 1)):
             table[5, i] = _shortest(table, i, i + 1)[0]
     for i in range(count):
-        _, table[_K, i], table[_M, i] = _shortest(table, i, i)
-        table[_LAST, i] = table[3, i]
+        _, table[1, i], table[2, i] = _shortest(table, i, i)
+        table[0, i] = table[3, i]
     for i in range(count - 1, CLASSES):
-        table[_LAST, i] = KEYS - 1
+        table[0, i] = KEYS - 1
     return count
 
 
@@ -290,36 +296,26 @@ def _put(out, at, held, fill, number, k, bit):
     return at + (fill >> 3), (held >> np.uint64(fill & 56) if fill < 64 else np.uint64(0)), fill & 7
 
 
-@kernel(old=HALVES, new=HALVES, table=TABLE, classes=I64, out=OCTETS)
-@kernel(old=OCTETS, new=OCTETS, table=TABLE, classes=I64, out=OCTETS)
-@kernel(old=WORDS, new=WORDS, table=TABLE, classes=I64, out=OCTETS)
+@kernel(old=HALVES, new=HALVES, table=TABLE, masks=TABLE, classes=I64, out=OCTETS)
+@kernel(old=OCTETS, new=OCTETS, table=TABLE, masks=TABLE, classes=I64, out=OCTETS)
+@kernel(old=WORDS, new=WORDS, table=TABLE, masks=TABLE, classes=I64, out=OCTETS)
 @bare
-def pack(old, new, table, classes, out):
-    """Each class's part of ``out`` begins with its bits, whose bytes are in ``table``; −1 where they
-    may not fit."""
-    room = out.size // classes
+def pack(old, new, table, masks, classes, out):
+    """out := the bits of all classes, whose bytes are in ``table`` then; their sum, or −1 where
+    they may not fit."""
+    _find_members(old, table, masks)
+    at, end = 0, out.size - _ROOM
     for c in range(classes):
-        table[_AT, c], table[_BEFORE, c] = room * c, -1
-        table[_BIT, c] = table[_HELD, c] = table[_RANK, c] = 0
-    lasts = table[_LAST, 0], table[_LAST, 1], table[_LAST, 2], table[_LAST, 3]
-    for first in range(0, new.size, GROUP):
-        changed, taken = _changed(old, new, first), np.uint64(0)
-        _mask(old, first, lasts, table)
-        for c in range(classes):
-            mask = np.uint64(table[_MASK, c]) & ~taken
-            taken |= mask
-            k, m, rank = table[_K, c], table[_M, c], table[_RANK, c]
-            table[_RANK, c] = rank + _ones(mask)
-            here = mask if k == EVERY else mask & changed
-            if not here:
-                continue
-            at, held, fill = table[_AT, c], np.uint64(table[_HELD, c]), table[_BIT, c]
-            before, end = table[_BEFORE, c], room * (c + 1) - _ROOM
+        k, m, start, rank, before = table[1, c], table[2, c], at, np.int64(0), np.int64(-1)
+        held, fill = np.uint64(0), np.int64(0)
+        for group in range((old.size + GROUP - 1) // GROUP):
+            mask = np.uint64(masks[c, group])
+            here = mask if k == EVERY else mask & np.uint64(masks[CLASSES, group])
             while here:
                 place = _zeros(here)
                 below = here ^ (here - _ONE)
                 here &= here - _ONE
-                d = _move(old, new, first + place)
+                d = _move(old, new, group * GROUP + place)
                 u = np.uint64(2 * d if d >= 0 else -2 * d - 1)
                 if k == EVERY:
                     if at > end:
@@ -334,13 +330,12 @@ def pack(old, new, table, classes, out):
                     at, held, fill = _put(out, at, held, fill, step, k, 0 if m else 1 + (d > 0))
                     if m:
                         at, held, fill = _put(out, at, held, fill, u - _ONE, m, 0)
-            table[_AT, c], table[_HELD, c], table[_BIT, c] = at, np.int64(held), fill
-            table[_BEFORE, c] = before
-    for c in range(classes):
-        if table[_BIT, c]:
-            _put_word(out, table[_AT, c], np.uint64(table[_HELD, c]))
-        table[_AT, c] += (table[_BIT, c] > 0) - room * c
-    return 0
+            rank += _ones(mask)
+        if fill:
+            _put_word(out, at, held)
+            at += 1
+        table[3, c] = at - start
+    return at
 
 
 @bare
@@ -369,9 +364,9 @@ def _number(word, bit, k):
     return np.int64(word >> np.uint64(LONGEST + 1) & np.uint64(0xFFFFFFFF)), bit + LONGEST + 33
 
 
-@kernel(code=OCTETS, target=(OCTETS, HALVES, WORDS), table=TABLE)
+@kernel(code=OCTETS, target=(OCTETS, HALVES, WORDS), table=TABLE, masks=TABLE)
 @bare
-def apply(code, target, table):
+def apply(code, target, table, masks):
     """Add the moves of a sparse form to a block; 0, or −1 where it is none of such a block."""
     if code.size < _HEAD:
         return -1
@@ -382,42 +377,37 @@ def apply(code, target, table):
     for i in range(4):
         count |= np.int64(code[2 + i]) << (8 * i)
     for c in range(CLASSES):
-        table[_LAST, c] = KEYS - 1
+        table[0, c] = KEYS - 1
     for c in range(classes):
         field = np.int64(0)
         for i in range(_CLASS):
             field |= np.int64(code[_HEAD + _CLASS * c + i]) << (8 * i)
-        last, k, m, size = field & 255, field >> 8 & 255, field >> 16 & 255, field >> 24
-        if last < low or k > EVERY or m > 31 or size > code.size - at:
+        for row in range(3):
+            table[row, c] = field >> (8 * row) & 255
+        if table[0, c] < low or table[1, c] > EVERY or table[2, c] > 31:
             return -1
-        bit, left, low = 8 * at, np.int64(1), last + 1
-        at += size
-        if k != EVERY:
-            left, bit = _number(_bits_from(code, bit, at), bit, k)
-        if left == 0:
-            return -1
-        table[_LAST, c], table[_K, c], table[_M, c] = last, k, m
-        table[_AT, c], table[_BIT, c], table[_BEFORE, c] = at, bit, left - 1
-    if low != KEYS or at != code.size:
+        table[3, c], low = field >> 24, table[0, c] + 1
+    if low != KEYS:
         return -1
+    _find_members(target, table, masks)
     most = (np.int64(1) << (8 * target.itemsize)) - 1
-    lasts = table[_LAST, 0], table[_LAST, 1], table[_LAST, 2], table[_LAST, 3]
-    for first in range(0, target.size, GROUP):
-        taken = np.uint64(0)
-        _mask(target, first, lasts, table)  # before any of them is moved
-        for c in range(classes):
-            mask = np.uint64(table[_MASK, c]) & ~taken
-            taken |= mask
-            left, inside = table[_BEFORE, c], _ones(mask)
-            if left >= inside:
-                table[_BEFORE, c] = left - inside
-                continue
-            k, m, end, bit = table[_K, c], table[_M, c], table[_AT, c], table[_BIT, c]
+    for c in range(classes):
+        k, m, bit, left, end = table[1, c], table[2, c], 8 * at, np.int64(0), at + table[3, c]
+        if end > code.size:
+            return -1
+        if k != EVERY:
+            left, bit = _number(_bits_from(code, bit, end), bit, k)
+            left -= 1
+            if left < 0:
+                return -1
+        for group in range((target.size + GROUP - 1) // GROUP):
+            mask = np.uint64(masks[c, group])
+            inside = _ones(mask)
             while left < inside:
-                inside -= left + 1
                 place = _place(mask, np.uint64(left)) if left else _zeros(mask)
                 mask &= ~np.uint64(1) << np.uint64(place)
-                place += first
+                place += group * GROUP
+                inside -= left + 1
                 left = np.int64(-1)
                 while left < 0:  # again at this place
                     word = _bits_from(code, bit, end)
@@ -436,12 +426,11 @@ def apply(code, target, table):
                     moved = np.int64(target[place]) + (u >> 1 ^ -(u & 1))
                     target[place] = moved & most
                 count -= u != 0
-            table[_BIT, c], table[_BEFORE, c] = bit, left - inside
-    for c in range(classes):
-        ended = table[_K, c] == EVERY or table[_BEFORE, c] > _NONE >> 1
-        if not ended or (table[_BIT, c] + 7) >> 3 != table[_AT, c]:
+            left -= inside
+        if (k != EVERY and left < _NONE >> 1) or (bit + 7) >> 3 != end:
             return -1
-    return -1 if count else 0
+        at = end
+    return -1 if count or at != code.size else 0
 
 
 # ---------------------------------------------------------------- exponents
