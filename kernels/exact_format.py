@@ -22,7 +22,7 @@ as the parameter says; from a quotient of 23 on, 23 zeros, a one and 32 bits.
                k, then u − 1 with parameter m. m = 0: one bit, 1 if the move is +1, 0 if −1; a
                distance of 0 moves the last one again
 
-``count`` is how many numbers changed.
+``count`` is how many numbers changed. Zeros in both blocks make them a multiple of 64.
 
 *EXPONENTS*, of bfloat16 and float32. Sign and mantissa of the upper 16 bits make a byte; the
 exponent takes three bits if it is in the window base … base + 6, else it is 7 and an escaped byte.
@@ -60,10 +60,33 @@ def window(tops: np.ndarray) -> int:
     return int(np.argmax(inside))
 
 
-def whole_groups(block: np.ndarray) -> np.ndarray:
-    """Return the block, padded by its own first numbers to a multiple of 64."""
-    missing = -len(block) % GROUP
-    return np.resize(block, len(block) + missing) if missing else block
+def sparse_head(code: bytes | np.ndarray) -> tuple[int, int, list[tuple[int, ...]]]:
+    """Return (where the bits begin, the count, (last key, k, m, bytes) of each class) of a sparse
+    form. ValueError if it is none."""
+    if len(code) < (at := SPARSE_HEAD.size):
+        raise ValueError("no head")
+    _, classes, count = SPARSE_HEAD.unpack_from(code)
+    heads, start = list[tuple[int, ...]](), at + classes * CLASS.size
+    if start <= len(code):
+        heads = [CLASS.unpack_from(code, place) for place in range(at, start, CLASS.size)]
+    lasts = [last for last, *_ in heads]
+    if (
+        not 0 < len(heads) <= CLASSES
+        or lasts != sorted({*lasts, KEYS - 1})
+        or any(k > EVERY or m > 31 for _, k, m, _ in heads)
+        or start + sum(size for *_, size in heads) != len(code)
+    ):
+        raise ValueError("no classes")
+    return start, count, heads
+
+
+def whole_groups(block: np.ndarray, *, zeros: bool = False) -> np.ndarray:
+    """Return the block, padded by its own first numbers or by zeros to a multiple of 64."""
+    if not (missing := -len(block) % GROUP):
+        return block
+    whole = np.resize(block, len(block) + missing)
+    whole[len(block) :] *= not zeros
+    return whole
 
 
 def exponent_bytes(numel: int, kind: int) -> int:

@@ -9,14 +9,12 @@ from commpress.kernels.exact_format import BFLOAT16 as BFLOAT16
 from commpress.kernels.exact_format import BLOCK as BLOCK
 from commpress.kernels.exact_format import (
     CLASS,
-    CLASSES,
     EVERY,
     EXPONENT_HEAD,
     EXPONENTS,
     FLOAT32,
     GROUP,
     HIT,
-    KEYS,
     LONGEST,
     PLAIN,
     PLANES,
@@ -26,6 +24,7 @@ from commpress.kernels.exact_format import (
     SPARSE_HEAD,
     WINDOW,
     exponent_bytes,
+    sparse_head,
     whole_groups,
     window,
 )
@@ -53,7 +52,7 @@ def decode(code: bytes, target: np.ndarray, kind: int = PLAIN) -> None:
     the code is damaged."""
     form = code[0] if code else -1
     if form == SPARSE:
-        target += moves(code, target).astype(target.dtype)
+        target += moves(code, target)[: len(target)].astype(target.dtype)
     elif form == EXPONENTS and kind != PLAIN:
         target[:] = _joined(code, len(target), kind)
     elif form == RAW and len(code) == 1 + target.nbytes:
@@ -67,8 +66,7 @@ def decode(code: bytes, target: np.ndarray, kind: int = PLAIN) -> None:
 
 def classes_of(code: bytes) -> list[Class]:
     """The classes of a sparse form, none of another."""
-    heads = range(code[1]) if code[0] == SPARSE else ()
-    return [CLASS.unpack_from(code, SPARSE_HEAD.size + CLASS.size * c)[:3] for c in heads]
+    return [(last, k, m) for last, k, m, _ in sparse_head(code)[2]] if code[0] == SPARSE else []
 
 
 def members(old: np.ndarray, classes: Sequence[Class]) -> list[np.ndarray]:
@@ -80,7 +78,7 @@ def members(old: np.ndarray, classes: Sequence[Class]) -> list[np.ndarray]:
 
 
 def sparse(old: np.ndarray, new: np.ndarray, classes: Sequence[Class]) -> bytes:
-    moved = signed(new - old)
+    moved, old = signed(whole_groups(new - old, zeros=True)), whole_groups(old, zeros=True)
     found, heads = [], []
     for at, (last, k, m) in zip(members(old, classes), classes, strict=True):
         bits, before = Writer(), -1
@@ -104,24 +102,10 @@ def sparse(old: np.ndarray, new: np.ndarray, classes: Sequence[Class]) -> bytes:
 
 def moves(code: bytes, old: np.ndarray) -> np.ndarray:
     """What a sparse form adds to each number."""
-    if len(code) < SPARSE_HEAD.size:
-        raise ValueError("damaged")
-    _, count, changed = SPARSE_HEAD.unpack_from(code)
-    at, classes = SPARSE_HEAD.size + CLASS.size * count, classes_of(code + bytes(2048))
-    sizes = [
-        CLASS.unpack_from(code + bytes(2048), at - CLASS.size * i)[3] for i in range(count, 0, -1)
-    ]
-    ends = [last for last, _, _ in classes]
-    if not (
-        0 < count <= CLASSES
-        and at + sum(sizes) == len(code)
-        and sorted(set(ends)) == ends
-        and ends[-1] == KEYS - 1
-        and all(k <= EVERY and m < 32 for _, k, m in classes)
-    ):
-        raise ValueError("damaged")
-    found, left = np.zeros(len(old), np.int64), changed
-    for places, (_, k, m), size in zip(members(old, classes), classes, sizes, strict=True):
+    at, left, heads = sparse_head(code)
+    old = whole_groups(old, zeros=True)
+    found = np.zeros(len(old), np.int64)
+    for places, (_, k, m, size) in zip(members(old, classes_of(code)), heads, strict=True):
         bits, rank = Reader(code[at : at + size]), -1
         at += size
         while k != EVERY or rank + 1 < len(places):

@@ -6,7 +6,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from commpress.kernels.cpu.kinds import HALVES, I64, OCTETS, TABLE, WORDS
+from commpress.kernels.cpu.kinds import HALVES, I64, INTEGERS, OCTETS, TABLE, WORDS
 from commpress.kernels.cpu.sources.decorators import bare
 from commpress.kernels.cpu.sources.emitted import Emitted
 from commpress.kernels.cpu.sources.kernel import kernel
@@ -22,14 +22,12 @@ from commpress.kernels.exact_format import (
     KEYS,
     LONGEST,
     PLANES,
-    SPARSE,
-    SPARSE_HEAD,
     WINDOW,
 )
 
 _I8, _I16, _I64 = ir.IntType(8), ir.IntType(16), ir.IntType(64)
 _ONE = np.uint64(1)
-_HEAD, _HEAD_OF_EXPONENTS, _CLASS = SPARSE_HEAD.size, EXPONENT_HEAD.size, CLASS.size
+_HEAD_OF_EXPONENTS, _CLASS = EXPONENT_HEAD.size, CLASS.size
 _ESCAPED = np.uint64(1 << LONGEST)
 _ROOM = 32  # bytes that one number may need, and more
 _LOWEST, _HIGHEST = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)  # of each byte
@@ -147,32 +145,13 @@ def _key(value, itemsize):
     return np.int64(value) << 1 >> (8 * itemsize - 8) & (KEYS - 1)
 
 
+@kernel(values=(OCTETS, HALVES, WORDS), table=TABLE, masks=TABLE)
 @bare
-def _find_members(values, table, masks):
-    """masks := those of the classes, for each group."""
-    lasts, whole = (table[0, 0], table[0, 1], table[0, 2], table[0, 3]), values.size // GROUP
-    for group in range(whole):
+def divide(values, table, masks):
+    """masks := for each class, those of its members in each group. ``table``: last keys."""
+    lasts = table[0, 0], table[0, 1], table[0, 2], table[0, 3]
+    for group in range(values.size // GROUP):
         _divide(values, group * GROUP, lasts, masks, group)
-    if values.size > whole * GROUP:
-        for c in range(CLASSES):
-            masks[c, whole] = 0
-        for i in range(values.size - whole * GROUP):
-            key, c = _key(values[whole * GROUP + i], values.itemsize), 0
-            while key > lasts[c]:
-                c += 1
-            masks[c, whole] |= np.int64(1) << i
-
-
-@bare
-def _changed(old, new, first):
-    """As ``_differing``, of 64 numbers or those that are left."""
-    left = new.size - first
-    if left >= GROUP:
-        return _differing(old, new, first)
-    mask = np.uint64(0)
-    for i in range(left):
-        mask |= np.uint64(old[first + i] != new[first + i]) << np.uint64(i)
-    return mask
 
 
 @bare
@@ -190,14 +169,14 @@ def _move(old, new, at):
 def scan(old, new, table, masks):
     """Count what has changed. ``table``: for each key its numbers, by one in 64 of them, how many
     changed, and by how many units. ``masks``: which changed, the last row."""
-    numel, size, count = new.size, new.itemsize, 0
+    size, count = new.itemsize, 0
     for row in range(3):
         for key in range(KEYS):
             table[row, key] = 0
-    for first in range(0, numel, GROUP):
-        probe = first + (first // GROUP * 0x9E37 >> 8) % min(GROUP, numel - first)
+    for first in range(0, new.size, GROUP):
+        probe = first + (first // GROUP * 0x9E37 >> 8) % GROUP
         table[0, _key(old[probe], size)] += GROUP
-        mask = _changed(old, new, first)
+        mask = _differing(old, new, first)
         masks[CLASSES, first // GROUP] = np.int64(mask)
         while mask:
             at = first + _zeros(mask)
@@ -303,12 +282,12 @@ def _put(out, at, held, fill, number, k, bit):
 def pack(old, new, table, masks, classes, out):
     """out := the bits of all classes, whose bytes are in ``table`` then; their sum, or −1 where
     they may not fit."""
-    _find_members(old, table, masks)
+    divide(old, table, masks)
     at, end = 0, out.size - _ROOM
     for c in range(classes):
         k, m, start, rank, before = table[1, c], table[2, c], at, np.int64(0), np.int64(-1)
         held, fill = np.uint64(0), np.int64(0)
-        for group in range((old.size + GROUP - 1) // GROUP):
+        for group in range(old.size // GROUP):
             mask = np.uint64(masks[c, group])
             here = mask if k == EVERY else mask & np.uint64(masks[CLASSES, group])
             while here:
@@ -339,14 +318,14 @@ def pack(old, new, table, masks, classes, out):
 
 
 @bare
-def _bits_from(code, bit, end):
-    """At least 57 bits of the first ``end`` bytes, the first one lowest; zeros follow their end."""
+def _bits_from(code, bit):
+    """Read at least 57 bits of a code, the first one lowest; zeros follow its end."""
     at = bit >> 3
-    if at + 8 <= end:
+    if at + 8 <= code.size:
         word = _word(code, at)
     else:
         word = np.uint64(0)
-        for i in range(at, end):
+        for i in range(at, code.size):
             word |= np.uint64(code[i]) << np.uint64(8 * (i - at))
     return word >> np.uint64(bit & 7)
 
@@ -364,73 +343,47 @@ def _number(word, bit, k):
     return np.int64(word >> np.uint64(LONGEST + 1) & np.uint64(0xFFFFFFFF)), bit + LONGEST + 33
 
 
-@kernel(code=OCTETS, target=(OCTETS, HALVES, WORDS), table=TABLE, masks=TABLE)
+@kernel(code=OCTETS, target=(OCTETS, HALVES, WORDS), members=INTEGERS, k=I64, m=I64)
 @bare
-def apply(code, target, table, masks):
-    """Add the moves of a sparse form to a block; 0, or −1 where it is none of such a block."""
-    if code.size < _HEAD:
-        return -1
-    classes, count, low = np.int64(code[1]), np.int64(0), np.int64(0)
-    at = _HEAD + _CLASS * classes
-    if not 0 < classes <= CLASSES or code.size < at:
-        return -1
-    for i in range(4):
-        count |= np.int64(code[2 + i]) << (8 * i)
-    for c in range(CLASSES):
-        table[0, c] = KEYS - 1
-    for c in range(classes):
-        field = np.int64(0)
-        for i in range(_CLASS):
-            field |= np.int64(code[_HEAD + _CLASS * c + i]) << (8 * i)
-        for row in range(3):
-            table[row, c] = field >> (8 * row) & 255
-        if table[0, c] < low or table[1, c] > EVERY or table[2, c] > 31:
-            return -1
-        table[3, c], low = field >> 24, table[0, c] + 1
-    if low != KEYS:
-        return -1
-    _find_members(target, table, masks)
+def apply(code, target, members, k, m):
+    """Add the moves of a class to its members; how many moved, or −1 where the code is none of such
+    a class."""
+    count, bit, left = 0, np.int64(0), np.int64(0)
     most = (np.int64(1) << (8 * target.itemsize)) - 1
-    for c in range(classes):
-        k, m, bit, left, end = table[1, c], table[2, c], 8 * at, np.int64(0), at + table[3, c]
-        if end > code.size:
+    if k != EVERY:
+        left, bit = _number(_bits_from(code, bit), bit, k)
+        left -= 1
+        if left < 0:
             return -1
-        if k != EVERY:
-            left, bit = _number(_bits_from(code, bit, end), bit, k)
-            left -= 1
-            if left < 0:
-                return -1
-        for group in range((target.size + GROUP - 1) // GROUP):
-            mask = np.uint64(masks[c, group])
-            inside = _ones(mask)
-            while left < inside:
-                place = _place(mask, np.uint64(left)) if left else _zeros(mask)
-                mask &= ~np.uint64(1) << np.uint64(place)
-                place += group * GROUP
-                inside -= left + 1
-                left = np.int64(-1)
-                while left < 0:  # again at this place
-                    word = _bits_from(code, bit, end)
-                    if m or k == EVERY:
-                        u, bit = _number(word, bit, m)
-                        if u >= _NONE:
-                            return -1
-                        word = _bits_from(code, bit, end)
-                    else:
-                        u, word, bit = np.int64(word & _ONE), word >> _ONE, bit + 1
-                    left = np.int64(0)
-                    if k != EVERY:
-                        u += 1
-                        left, bit = _number(word, bit, k)
-                        left -= 1
-                    moved = np.int64(target[place]) + (u >> 1 ^ -(u & 1))
-                    target[place] = moved & most
-                count -= u != 0
-            left -= inside
-        if (k != EVERY and left < _NONE >> 1) or (bit + 7) >> 3 != end:
-            return -1
-        at = end
-    return -1 if count or at != code.size else 0
+    for group in range(target.size // GROUP):
+        mask = np.uint64(members[group])
+        inside = _ones(mask)
+        while left < inside:
+            place = _place(mask, np.uint64(left)) if left else _zeros(mask)
+            mask &= ~np.uint64(1) << np.uint64(place)
+            place += group * GROUP
+            inside -= left + 1
+            left = np.int64(-1)
+            while left < 0:  # again at this place
+                word = _bits_from(code, bit)
+                if m or k == EVERY:
+                    u, bit = _number(word, bit, m)
+                    if u >= _NONE:
+                        return -1
+                    word = _bits_from(code, bit)
+                else:
+                    u, word, bit = np.int64(word & _ONE), word >> _ONE, bit + 1
+                left = np.int64(0)
+                if k != EVERY:
+                    u += 1
+                    left, bit = _number(word, bit, k)
+                    left -= 1
+                target[place] = np.int64(target[place]) + (u >> 1 ^ -(u & 1)) & most
+            count += u != 0
+        left -= inside
+    if (k != EVERY and left < _NONE >> 1) or (bit + 7) >> 3 != code.size:
+        return -1
+    return count
 
 
 # ---------------------------------------------------------------- exponents
