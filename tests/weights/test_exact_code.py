@@ -238,6 +238,21 @@ def test_every_truncation_is_refused():
         assert not any(agree(code[:length], old, law.BFLOAT16) for length in range(len(code)))
 
 
+def test_bits_and_moves_behind_the_last_of_a_class_are_refused():
+    rng = np.random.default_rng(4)
+    old = weights(rng, np.uint16, law.BFLOAT16, 256)
+    new = old.copy()
+    new[[10, 200]] += 1
+    for k, m in ((5, 0), (5, 1), (law.EVERY, 0)):
+        code = bytearray(law.sparse(old, new, [(255, k, m)]))
+        assert agree(bytes(code), old, law.PLAIN)
+        code[2] -= 1  # of both, say one, which is all that 128 numbers can have
+        assert not agree(bytes(code), old[:128], law.PLAIN)
+        code[2] += 1
+        code[law.SPARSE_HEAD.size + 3] += 1  # a byte more
+        assert not agree(bytes(code) + bytes(1), old, law.PLAIN)
+
+
 def test_a_block_is_refused_that_no_code_is_for():
     for block in (
         np.zeros(0, np.uint16),
