@@ -60,7 +60,7 @@ def window(tops: np.ndarray) -> int:
     return int(np.argmax(inside))
 
 
-def sparse_head(code: bytes | np.ndarray) -> tuple[int, int, list[tuple[int, ...]]]:
+def sparse_head(code: bytes | memoryview) -> tuple[int, int, list[tuple[int, ...]]]:
     """Return (where the bits begin, the count, (last key, k, m, bytes) of each class) of a sparse
     form. ValueError if it is none."""
     if len(code) < (at := SPARSE_HEAD.size):

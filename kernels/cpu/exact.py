@@ -88,7 +88,7 @@ def decode(code: bytes | memoryview, target: np.ndarray, kind: int = law.PLAIN) 
 
 def _moved(content: np.ndarray, target: np.ndarray) -> bool:
     try:
-        at, count, heads = law.sparse_head(content)
+        at, count, heads = law.sparse_head(content.data)
     except ValueError:
         return False
     table, masks, whole = _scratch.table, _scratch.masks, law.whole_groups(target, zeros=True)

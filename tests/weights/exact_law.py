@@ -101,7 +101,7 @@ def sparse(old: np.ndarray, new: np.ndarray, classes: Sequence[Class]) -> bytes:
 
 
 def moves(code: bytes, old: np.ndarray) -> np.ndarray:
-    """What a sparse form adds to each number."""
+    """The sum that a sparse form adds to each number."""
     at, left, heads = sparse_head(code)
     old = whole_groups(old, zeros=True)
     found = np.zeros(len(old), np.int64)

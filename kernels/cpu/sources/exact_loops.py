@@ -91,7 +91,7 @@ def _zeros(typing, word):
 
 @intrinsic
 def _ones(typing, word):
-    """How many of its bits are ones."""
+    """The number of its ones."""
     return types.int64(types.uint64), lambda *of: of[1].ctpop(of[3][0])
 
 
