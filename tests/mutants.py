@@ -606,8 +606,29 @@ MUTANTS = [
     Mutant(
         "a sparse code may go on behind its last difference",
         "kernels/cpu/sources/exact_loops.py",
-        "    return 0 if (bit + 7) >> 3 == code.size else -1",
-        "    return 0",
+        " or (bit + 7) >> 3 != code.size:",
+        ":",
+        "tests/weights/test_exact_code.py",
+    ),
+    Mutant(
+        "a sparse code may move numbers behind the last of a class",
+        "kernels/cpu/sources/exact_loops.py",
+        "    if (k != EVERY and left < _NONE >> 1) or",
+        "    if",
+        "tests/weights/test_exact_code.py",
+    ),
+    Mutant(
+        "a sparse code may say another count than its numbers have",
+        "kernels/cpu/exact.py",
+        "    return not count",
+        "    return True",
+        "tests/weights/test_exact_code.py",
+    ),
+    Mutant(
+        "numbers of all exponents are coded as one class",
+        "kernels/cpu/sources/exact_loops.py",
+        "        if count <= CLASSES and least > 8 * _CLASS + total // _WORTH:",
+        "        if False:",
         "tests/weights/test_exact_code.py",
     ),
     Mutant(

@@ -232,5 +232,5 @@ def is_device(device: torch.device) -> bool:
 def _changed(code: bytes, numel: int) -> int:
     """The numbers that a code changes."""
     if code[0] == SPARSE:
-        return int(SPARSE_HEAD.unpack_from(code)[3])
+        return int(SPARSE_HEAD.unpack_from(code)[2])
     return 0 if code[0] == SAME else numel

@@ -190,7 +190,7 @@ class HeadRecord(NamedTuple):
 
 # ---------------------------------------------------------------- bytes
 
-_MAGIC = {HeadRecord: b"cwH3", VersionRecord: b"cwV3"}
+_MAGIC = {HeadRecord: b"cwH4", VersionRecord: b"cwV4"}
 
 
 def pack(record: HeadRecord | VersionRecord) -> bytes:

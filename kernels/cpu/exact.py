@@ -18,9 +18,8 @@ class _Scratch(threading.local):
     work."""
 
     def __init__(self) -> None:
-        self.gaps = np.empty(law.BLOCK, np.uint32)
-        self.differences = np.empty(law.BLOCK, np.int32)
-        self.logs = np.empty(33, np.int64)
+        self.table = np.empty((6, law.KEYS), np.int64)
+        self.masks = np.empty((law.CLASSES + 1, law.GROUPS), np.int64)
         self.code = np.empty(0, np.uint8)
 
     def room(self, size: int) -> np.ndarray:
@@ -32,19 +31,27 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
+def compare(old: np.ndarray, new: np.ndarray) -> int:
+    """Return how many numbers have changed; what ``encode`` needs to know is in the scratch."""
+    return loops.scan(old, new, _scratch.table, _scratch.masks)
+
+
 def encode(old: np.ndarray | None, new: np.ndarray, kind: int = law.PLAIN) -> bytes:
     """Return the code of ``new``, from which ``decode`` restores it with the help of ``old``, or by
     itself without ``old``. Blocks are unsigned integers."""
     _check(new)
     found, limit = b"", 1 + new.nbytes  # bytes of the shortest form so far
     if old is not None:
-        gaps, differences = _scratch.gaps, _scratch.differences
-        if not (count := loops.scan(old, new, gaps, differences)):
+        table, masks = _scratch.table, _scratch.masks
+        sides = law.whole_groups(old, zeros=True), law.whole_groups(new, zeros=True)
+        if not (count := compare(*sides)):
             return bytes([law.SAME])
-        room = _scratch.room(limit + _SPARE)
-        size = loops.pack(gaps, differences, count, _scratch.logs, room)
-        if 0 < size < limit:
-            found, limit = room[:size].tobytes(), size
+        room, classes = _scratch.room(limit + _SPARE), loops.classify(table)
+        size = loops.pack(*sides, table, masks, classes, room)
+        head = law.SPARSE_HEAD.pack(law.SPARSE, classes, count)
+        head += b"".join(law.CLASS.pack(*each) for each in table[:4, :classes].T.tolist())
+        if 0 <= size < limit - len(head):
+            found, limit = head + room[:size].tobytes(), len(head) + size
     if kind != law.PLAIN and 5 * limit > 3 * new.nbytes:
         whole = law.whole_groups(new)
         tops = whole if kind == law.BFLOAT16 else whole >> np.uint32(16)
@@ -63,7 +70,7 @@ def decode(code: bytes | memoryview, target: np.ndarray, kind: int = law.PLAIN) 
     content = np.frombuffer(code, np.uint8)
     form = int(content[0]) if len(content) else -1
     if form == law.SPARSE:
-        if not loops.apply(content, target):
+        if _moved(content, target):
             return
     elif form == law.EXPONENTS and kind != law.PLAIN and target.itemsize == 2 * kind:
         if _joined(content, target, kind):
@@ -77,6 +84,24 @@ def decode(code: bytes | memoryview, target: np.ndarray, kind: int = law.PLAIN) 
         f"the code of a block of {len(target):,} numbers is damaged: {len(content):,} bytes of "
         f"form {form}"
     )
+
+
+def _moved(content: np.ndarray, target: np.ndarray) -> bool:
+    try:
+        at, count, heads = law.sparse_head(content.data)
+    except ValueError:
+        return False
+    table, masks, whole = _scratch.table, _scratch.masks, law.whole_groups(target, zeros=True)
+    table[0] = law.KEYS - 1
+    table[0, : len(heads)] = [last for last, *_ in heads]
+    loops.divide(whole, table, masks)
+    for members, (_, k, m, size) in zip(masks, heads, strict=False):
+        if (moved := loops.apply(content[at : at + size], whole, members, k, m)) < 0:
+            return False
+        at, count = at + size, count - moved
+    if whole is not target:
+        target[:] = whole[: len(target)]
+    return not count
 
 
 def _joined(content: np.ndarray, target: np.ndarray, kind: int) -> bool:

@@ -1,5 +1,6 @@
 """The exact block code in plain NumPy, slow and obvious: the law of ``kernels/exact_format.py``."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -7,10 +8,11 @@ import numpy as np
 from commpress.kernels.exact_format import BFLOAT16 as BFLOAT16
 from commpress.kernels.exact_format import BLOCK as BLOCK
 from commpress.kernels.exact_format import (
+    CLASS,
+    EVERY,
     EXPONENT_HEAD,
     EXPONENTS,
     FLOAT32,
-    GAP_BITS,
     GROUP,
     HIT,
     LONGEST,
@@ -22,20 +24,24 @@ from commpress.kernels.exact_format import (
     SPARSE_HEAD,
     WINDOW,
     exponent_bytes,
+    sparse_head,
     whole_groups,
     window,
 )
 
+Class = tuple[int, int, int]  # its last key, k and m
 
-def encode(old: np.ndarray | None, new: np.ndarray, kind: int = PLAIN) -> bytes:
-    """The code of ``new``, which ``decode`` makes of it and ``old``; without ``old``, of its
-    own."""
+
+def encode(
+    old: np.ndarray | None, new: np.ndarray, kind: int = PLAIN, classes: Sequence[Class] = ()
+) -> bytes:
+    """The code of ``new``, which ``decode`` makes of it and ``old``; without ``old``, of its own.
+    With ``classes`` the sparse form may be taken, with these."""
     best = bytes([RAW]) + new.tobytes()
-    if old is not None:
-        at = np.flatnonzero(old != new)
-        if not len(at):
-            return bytes([SAME])
-        best = min(best, sparse(at, signed(new[at] - old[at])), key=len)
+    if old is not None and np.array_equal(old, new):
+        return bytes([SAME])
+    if classes:
+        best = min(best, sparse(old, new, classes), key=len)
     if kind != PLAIN and 5 * len(best) > 3 * new.nbytes:  # no exponents are as short as this
         best = min(best, exponents(new, kind), key=len)
     return best
@@ -46,8 +52,7 @@ def decode(code: bytes, target: np.ndarray, kind: int = PLAIN) -> None:
     the code is damaged."""
     form = code[0] if code else -1
     if form == SPARSE:
-        at, differences = unpack(code, len(target), 8 * target.itemsize)
-        target[at] += differences.astype(target.dtype)
+        target += moves(code, target)[: len(target)].astype(target.dtype)
     elif form == EXPONENTS and kind != PLAIN:
         target[:] = _joined(code, len(target), kind)
     elif form == RAW and len(code) == 1 + target.nbytes:
@@ -56,93 +61,104 @@ def decode(code: bytes, target: np.ndarray, kind: int = PLAIN) -> None:
         raise ValueError("damaged")
 
 
-def fold(first: bytes, second: bytes, numel: int, dtype: np.dtype, kind: int = PLAIN) -> bytes:
-    """One code in place of two, the second of which follows the first."""
-    if first[0] == SAME or second[0] in (EXPONENTS, RAW):
-        return second
-    if second[0] == SAME:
-        return first
-    if first[0] != SPARSE:
-        whole = np.zeros(numel, dtype)
-        decode(first, whole, kind)
-        decode(second, whole, kind)
-        return encode(None, whole, kind)
-    sums = np.zeros(numel, dtype)
-    for code in (first, second):
-        decode(code, sums, kind)
-    at = np.flatnonzero(sums)
-    return sparse(at, signed(sums[at])) if len(at) else bytes([SAME])
+# ---------------------------------------------------------------- sparse
+
+
+def classes_of(code: bytes) -> list[Class]:
+    """The classes of a sparse form, none of another."""
+    return [(last, k, m) for last, k, m, _ in sparse_head(code)[2]] if code[0] == SPARSE else []
+
+
+def members(old: np.ndarray, classes: Sequence[Class]) -> list[np.ndarray]:
+    """The places of each class, in ascending order."""
+    keys = old.astype(np.int64) << 1 >> 8 * (old.itemsize - 1) & 255
+    lows = [0, *(last + 1 for last, _, _ in classes)]
+    ranges = zip(lows, classes, strict=False)
+    return [np.flatnonzero((low <= keys) & (keys <= last)) for low, (last, _, _) in ranges]
+
+
+def sparse(old: np.ndarray, new: np.ndarray, classes: Sequence[Class]) -> bytes:
+    moved, old = signed(whole_groups(new - old, zeros=True)), whole_groups(old, zeros=True)
+    found, heads = [], []
+    for at, (last, k, m) in zip(members(old, classes), classes, strict=True):
+        bits, before = Writer(), -1
+        for rank, d in enumerate(moved[at].tolist()):
+            u = 2 * d if d >= 0 else -2 * d - 1
+            if k == EVERY:
+                bits.number(u, m)
+            elif d:
+                for _ in range(1 if m else abs(d)):
+                    bits.number(rank - before, k)
+                    before = rank
+                    if m:
+                        bits.number(u - 1, m)
+                    else:
+                        bits.put(int(d > 0), 1)
+        found.append(bits.content())
+        heads.append(CLASS.pack(last, k, m, len(found[-1])))
+    head = SPARSE_HEAD.pack(SPARSE, len(classes), np.count_nonzero(moved))
+    return b"".join([head, *heads, *found])
+
+
+def moves(code: bytes, old: np.ndarray) -> np.ndarray:
+    """The sum that a sparse form adds to each number."""
+    at, left, heads = sparse_head(code)
+    old = whole_groups(old, zeros=True)
+    found = np.zeros(len(old), np.int64)
+    for places, (_, k, m, size) in zip(members(old, classes_of(code)), heads, strict=True):
+        bits, rank = Reader(code[at : at + size]), -1
+        at += size
+        while k != EVERY or rank + 1 < len(places):
+            step = 1 if k == EVERY else bits.number(k)
+            if step is None:
+                break
+            rank += step
+            if not 0 <= rank < len(places):
+                raise ValueError("damaged")
+            u = bits.number(m) if m or k == EVERY else bits.take(1)
+            if u is None:
+                raise ValueError("damaged")
+            u += k != EVERY
+            left -= bool(u and step)
+            found[places[rank]] += -(u + 1 >> 1) if u & 1 else u >> 1
+        if bits.bytes_read != size:
+            raise ValueError("damaged")
+    if left:
+        raise ValueError("damaged")
+    return found
 
 
 def signed(differences: np.ndarray) -> np.ndarray:
     return differences.view(f"i{differences.itemsize}").astype(np.int64)
 
 
-# ---------------------------------------------------------------- sparse
+class Writer:
+    """Bits of a byte string, the lowest of a byte first."""
+
+    def __init__(self) -> None:
+        self._bits: list[str] = []  # each word's, its lowest last
+
+    def put(self, word: int, length: int) -> None:
+        self._bits.append(f"{word:0{length}b}" if length else "")
+
+    def number(self, value: int, k: int) -> None:
+        quotient = value >> k
+        self.put(1 << min(quotient, LONGEST), min(quotient, LONGEST) + 1)
+        if quotient < LONGEST:
+            self.put(value & ((1 << k) - 1), k)
+        else:
+            self.put(value, 32)
+
+    def content(self) -> bytes:
+        bits = "".join(reversed(self._bits))
+        return int(bits or "0", 2).to_bytes(-(-len(bits) // 8), "little")
 
 
-def rice_parameter(gaps: int, count: int) -> int:
-    """k = ⌈log₂(mean gap · ln 2)⌉, at least 0."""
-    k = 0
-    while count << k < gaps * 69 // 100:
-        k += 1
-    return k
-
-
-def golomb_order(logs: np.ndarray) -> int:
-    """The order of the shortest code of differences; ``logs`` counts those of each ⌊log₂ |d|⌋."""
-    best, least = 0, -1
-    for m in range(32):
-        bits = sum(int(count) * (m + 1 + 2 * max(log - m, 0)) for log, count in enumerate(logs))
-        if least < 0 or bits < least:
-            best, least = m, bits
-    return best
-
-
-def sparse(at: np.ndarray, differences: np.ndarray) -> bytes:
-    """The sparse form of ``differences`` at places in ascending order."""
-    gaps = np.diff(at, prepend=-1) - 1
-    sizes = np.abs(differences)
-    k = rice_parameter(int(gaps.sum()), len(gaps))
-    m = golomb_order(np.bincount(_log2(sizes), minlength=33))
-    quotients = np.minimum(gaps >> k, LONGEST)
-    rest = np.where(quotients < LONGEST, k, GAP_BITS)
-    values = sizes - 1 + (1 << m)
-    logs = _log2(values)
-    first, low = (differences < 0) | (2 << (logs - m)), values & ((1 << logs) - 1)
-    words = np.stack([1 << quotients, gaps & ((1 << rest) - 1), first, low], axis=1)
-    lengths = np.stack([quotients + 1, rest, 2 + logs - m, logs], axis=1)
-    return SPARSE_HEAD.pack(SPARSE, k, m, len(at)) + _bits(words.ravel(), lengths.ravel())
-
-
-def unpack(code: bytes, numel: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Places and differences of a sparse form."""
-    if len(code) < SPARSE_HEAD.size:
-        raise ValueError("damaged")
-    _, k, m, count = SPARSE_HEAD.unpack_from(code)
-    bits = Bits(code[SPARSE_HEAD.size :])
-    if k > GAP_BITS or m > 31 or not 0 < count <= numel:
-        raise ValueError("damaged")
-    at, places, differences = -1, [], []
-    for _ in range(count):
-        quotient = bits.zeros(LONGEST)
-        at += 1 + (bits.take(GAP_BITS) if quotient == LONGEST else quotient << k | bits.take(k))
-        negative, log = bits.take(1), m + bits.zeros(32)
-        size = (1 << log | bits.take(log)) - (1 << m) + 1
-        if at >= numel or log > 32 or size > 1 << (width - 1):
-            raise ValueError("damaged")
-        places.append(at)
-        differences.append(-size if negative else size)
-    if bits.bytes_read != len(bits.content):
-        raise ValueError("damaged")
-    return np.array(places), np.array(differences)
-
-
-class Bits:
-    """Bits of a byte string, the lowest of a byte first; behind the end there are zeros."""
+class Reader:
+    """Such bits; behind the end there are zeros."""
 
     def __init__(self, content: bytes) -> None:
-        self.content, self._number, self._at = content, int.from_bytes(content, "little"), 0
+        self._number, self._at = int.from_bytes(content, "little"), 0
 
     @property
     def bytes_read(self) -> int:
@@ -153,24 +169,14 @@ class Bits:
         self._at += count
         return found
 
-    def zeros(self, most: int) -> int:
-        count = 0
-        while not self.take(1):
-            count += 1
-            if count > most:
-                raise ValueError("damaged")
-        return count
-
-
-def _log2(values: np.ndarray) -> np.ndarray:
-    return np.frexp(values.astype(np.float64))[1] - 1
-
-
-def _bits(words: np.ndarray, lengths: np.ndarray) -> bytes:
-    """The lowest ``lengths`` bits of each word, one behind the other."""
-    of = np.repeat(np.arange(len(words)), lengths)
-    within = np.arange(len(of)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return np.packbits((words[of] >> within & 1).astype(np.uint8), bitorder="little").tobytes()
+    def number(self, k: int) -> int | None:
+        """None, and nothing is read, where more zeros follow than begin a number."""
+        ahead = self._number >> self._at & ((1 << LONGEST + 1) - 1)
+        if not ahead:
+            return None
+        quotient = (ahead & -ahead).bit_length() - 1
+        self._at += quotient + 1
+        return self.take(32) if quotient == LONGEST else quotient << k | self.take(k)
 
 
 # ---------------------------------------------------------------- exponents
