@@ -16,7 +16,6 @@ import expert_tiers
 import faults
 import fsdp
 import gpu
-import grids
 import guard
 import hierarchical
 import kills
@@ -30,7 +29,6 @@ import parking
 import pipeline
 import plan
 import powersgd
-import scaling
 import simulate
 import traces
 import trainer_fsdp
@@ -62,7 +60,6 @@ BENCHMARKS = (
     faults,
     fsdp,
     gpu,
-    grids,
     guard,
     hierarchical,
     kills,
@@ -76,7 +73,6 @@ BENCHMARKS = (
     pipeline,
     plan,
     powersgd,
-    scaling,
     simulate,
     traces,
     trainer_fsdp,

@@ -173,21 +173,10 @@ COMMANDS = (  # in the order in which help shows them
 
     A coarser way must be 3 % faster than a finer one to be chosen. Predictions are as good as the
     description of the machines: docs/planning.md compares them with measurements.
-
-    With --mesh it lists every grid of data, tensor, pipeline, sequence and expert parallelism
-    instead, with the order of ranks that keeps the heaviest traffic on the fastest links, and
-    prints the mesh to copy (docs/planning.md). --pairs takes what commpress probe --pairs --json
-    measured.
-
-      commpress plan --mesh --parameters 1.5B --nodes 4x2 --link 10gbit,20us \\
-          --compute-ms 900 --memory device=24GiB
-      commpress plan --mesh --config config.json --pairs pairs.json \\
-          --compute-ms 300 --dims dp=int4,pp=int8
     """,
         """
     @cluster
     @model
-    @mesh
     --allow A,B | names | '' | choose these, too: codecs such as sign, local
     --memory T=SIZE,… | memory | '' | of one rank, as device=24GiB,host=64GiB (default: any)
     --gradients FILE | gradients | | measured ones, for a codec of its own for every layer

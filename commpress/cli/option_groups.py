@@ -193,7 +193,6 @@ KINDS: dict[str, Kind] = {  # of tables
     "memory": parse_memory,
     "names": lambda text: [name.strip() for name in text.split(",") if name.strip()],
     "nodes": checked(parse_nodes),
-    "pairs": readable("what commpress probe --pairs --json wrote"),
     "parameters": where(parse_count, lambda n: n >= 1000, "at least 1000 parameters"),
     "path": Path,
     "positive": where(float, lambda x: 0 < x < inf, "a number above 0"),
@@ -328,18 +327,6 @@ TABLES = {
         --model M:F | factory | | what calling F of the Python module M returns, a torch.nn.Module
         --config FILE | config | | config.json of a Hugging Face model
         --compute-ms T | positive | | of a step on a rank of its own, without communication
-    """,
-    "mesh": """
-        [meshes]
-        --mesh | | | every grid of parallelism instead of ways to average gradients
-        --pairs FILE | pairs | | links of every two ranks: what commpress probe --pairs --json wrote
-        --dims D=C,… | refused by dims | '' | codecs, as dp=int4,ep=int8 (default: dp chosen)
-        --speeds A,B | | | of each rank, as 1,1,0.5,0.5: uneven stages, batches (default alike)
-        --batch N | 1.. | | sequences of a step on all ranks (default 4 for each rank)
-        --length N | 1.. | 512 | tokens of a sequence
-        --micro N | 1.. | 1 | sequences of a micro-batch
-        --experts E | 0.. | 0 | of a layer, all ranks together (default: many)
-        --experts-per-token K | 1.. | 2 | that a gate chooses
     """,
 }
 

@@ -5,7 +5,7 @@ import argparse
 import re
 from dataclasses import asdict, replace
 
-from commpress.cli import cluster_options, harness, plan_mesh, terminal
+from commpress.cli import cluster_options, harness, terminal
 from commpress.cli.option_groups import GRADIENTS
 from commpress.cli.refusals import planned_codecs
 from commpress.plan.assignment import assign
@@ -28,8 +28,6 @@ NAMES = re.compile(
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.mesh:
-        return plan_mesh.run(options)
     local = LOCAL in options.allow
     able = [*CHOSEN, *(way for way in options.allow if way != LOCAL)]
     ways = list(dict.fromkeys([*WAYS, *able]))

@@ -294,10 +294,6 @@ EARLY = [
     ),
     ("simulate --nodes 9000000000x8", "a topology have more ranks than 1048576"),
     (
-        "plan --parameters 1M --compute-ms 1 --speeds 1,1",
-        "--speeds changes nothing in a plan without --mesh: leave it out",
-    ),
-    (
         "plan --parameters 1M --compute-ms 1 --links /nowhere.json",
         "argument --links: '/nowhere.json' cannot be read, expected what commpress probe wrote",
     ),
@@ -308,26 +304,6 @@ EARLY = [
     (
         "plan --parameters 1M --compute-ms 1 --cores -1",
         "argument --cores: got '-1', expected a number of at least 0",
-    ),
-    (
-        "plan --mesh --parameters 1M --compute-ms 1 --dims xp=int4",
-        "argument --dims: dims are 'xp=int4', expected codecs of dp, pp and ep",
-    ),
-    (
-        "plan --mesh --parameters 1M --compute-ms 1 --dims dp=sing",
-        "--dims has 'dp=sing': codec is 'sing'",
-    ),
-    (
-        "plan --mesh --parameters 1M --compute-ms 1 --speeds 1,1",
-        "--speeds is '1,1', expected 4 positive numbers, one for each rank",
-    ),
-    (
-        "plan --mesh --parameters 1M --compute-ms 1 --memory host=1GiB",
-        "--memory has host: grids keep all on the device",
-    ),
-    (
-        "plan --mesh --parameters 1M --compute-ms 1 --experts 3",
-        "--experts is 3, but no parameter of the model is named after experts",
     ),
     (
         "simulate --ways powersgd-4",
@@ -379,13 +355,7 @@ CONTENTS = [  # of a file, the line that names it, and what is said
     ("{}", "simulate --links FILE", "FILE is None, version None, expected 'commpress links'"),
     (LINKS % "[[0], [0]]", "plan {} --links FILE", "expected every rank from 0 on exactly once"),
     (LINKS % "[[0]]", "simulate --links FILE", "a cluster of one rank sends nothing"),
-    (LINKS % '"all"', "plan {} --mesh --links FILE", "FILE has nodes 'all', expected lists"),
-    ("[]", "plan {} --mesh --pairs FILE", "--pairs has 'FILE': FILE has no nodes and rows"),
-    (
-        '{"nodes": [[0], [1]], "rows": [{"first": 0, "second": 2}]}',
-        "plan {} --mesh --pairs FILE",
-        "a measured pair is {'first': 0, 'second': 2}, expected ranks below 2",
-    ),
+    (LINKS % '"all"', "plan {} --links FILE", "FILE has nodes 'all', expected lists"),
     ('{"model_type": "gpt2"}', "plan --config FILE --compute-ms 1", "pip install 'commpress[hf]'"),
 ]
 

@@ -229,12 +229,7 @@ def test_the_command_gives_every_layer_a_codec_of_its_own(compiled, command):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ([*PLAN, *SMALL, "--length", "64"], "--length changes nothing in a plan without --mesh"),
-        ([*PLAN, *SMALL, "--pairs", __file__], "--pairs changes nothing in a plan without"),
-        ([*PLAN, *SMALL, "--mesh", "--cores", "2"], "--cores changes nothing in --mesh"),
-        ([*PLAN, *SMALL, "--mesh", "--pairs", __file__, "--nodes", "2x2"], "nothing in --pairs"),
         ([*PLAN, *SMALL, "--links", __file__, "--nodes", "2x2"], "--nodes changes nothing"),
-        ([*PLAN, *SMALL, "--mesh", "--allow", "local"], "--allow has 'local'"),
         ([*SIMULATE, "--compute-ms", "5"], "--compute-ms changes nothing in an all-reduce"),
         ([*SIMULATE[:3], "--layered"], "--layered changes nothing in nodes of one rank"),
         ([*SIMULATE, *SMALL, "--compute-ms", "5", "--bytes", "1KiB"], "--bytes changes nothing"),
