@@ -4,7 +4,8 @@ weighted by each rank's number of environments.
     torchrun --nproc-per-node 2 examples/many_environments.py
     torchrun --nproc-per-node 3 examples/many_environments.py --speeds 1,1,0.25
 
-Ranks get environments by speed (``shares``), so that all end a rollout at the same time. DistributedDataParallel averages over ranks: each multiplies its loss by its share of the
+Ranks get environments by speed (``shares``), so that all end a rollout at the same time.
+DistributedDataParallel averages over ranks: each multiplies its loss by its share of the
 environments, so that the mean is the gradient over all of them.
 """
 
