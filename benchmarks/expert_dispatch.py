@@ -33,7 +33,6 @@ import torch.distributed as dist
 
 import commpress
 from commpress.cli import harness, option_groups, refusals
-from commpress.cli.cluster_options import saved_tensors
 from commpress.errors import InvalidArgument
 from shared_options import add_output, add_ranks, add_topology, natural
 
@@ -97,13 +96,15 @@ def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[ExpertT
 
 def trained(path: str, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and gate of a trained model, for ``k`` experts of a token at most."""
-    saved = saved_tensors("states", path, STATES)
-    tokens, gate = (saved.get(name, torch.empty(0)) for name in ("tokens", "gate"))
+    try:
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+        tokens, gate = saved["tokens"].float(), saved["gate"].float()
+    except Exception as error:
+        raise InvalidArgument(f"--states is {path!r} ({error!r}), expected {STATES}") from error
     if {tokens.dim(), gate.dim()} != {2} or tokens.shape[1] != gate.shape[1] or not len(tokens):
-        shapes = {name: tuple(each.shape) for name, each in saved.items()}
         raise InvalidArgument(
-            f"--states is {path!r}, which holds {shapes}, expected tokens [n, width] and gate "
-            f"[experts, width], {STATES}"
+            f"--states is {path!r} with tokens of {tuple(tokens.shape)} and gate of "
+            f"{tuple(gate.shape)}, expected tokens [n, width] and gate [experts, width], {STATES}"
         )
     if k > len(gate):
         raise InvalidArgument(f"--k is {k}, and the gate of --states has {len(gate)} experts")

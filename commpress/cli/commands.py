@@ -106,7 +106,7 @@ COMMANDS = (  # in the order in which help shows them
       commpress doctor                          everything, with the current directory's disk
       commpress doctor --directory /nvme/run1   another disk
       commpress doctor --only torch,network     some sections: torch, backends, MPI, GPU, NUMA,
-                                                memory, disks, network, clocks
+                                                memory, disks, network
       commpress doctor --report                 to paste into a bug report: versions, builds,
                                                 devices, no addresses
     """,
@@ -127,7 +127,7 @@ COMMANDS = (  # in the order in which help shows them
     hierarchical all-reduce pays at a size; docs/hierarchy.md describes it.
 
       commpress probe --ranks 4 --topology 2x2            4 local processes, as if on two nodes
-      commpress probe --ranks 4 --pairs --plot pairs.svg  every pair, and a picture of it
+      commpress probe --ranks 4 --pairs                   every pair of ranks, as a matrix
       torchrun --nnodes 2 --nproc-per-node 8 ... --no-python commpress probe --out links.json
     """,
         """
@@ -137,7 +137,6 @@ COMMANDS = (  # in the order in which help shows them
     @ranks
     --pairs | | | every pair of ranks, as a matrix; without it a few of each kind
     --out FILE | | links.json | where to save it
-    --plot FILE | | | the matrix as a picture (takes --pairs with it; needs matplotlib)
     --json FILE | | | every pair (takes --pairs with it)
     """,
     ),
@@ -159,9 +158,7 @@ COMMANDS = (  # in the order in which help shows them
       dist.init_process_group("commpress")               with COMMPRESS_GROUP_OPTIONS=plan.json
 
     --compute-ms is the step of one rank without communication, as "compute" of commpress bench
-    train says it. With --gradients (a file that torch.save made of {parameter name: gradient})
-    every layer gets a codec of its own: the fewest bytes at an error no larger than int4 would make
-    on these gradients.
+    train says it.
 
       commpress plan --parameters 110M --nodes 4x1 --link 1gbit,100us --compute-ms 300
       commpress plan --model mymodels:make_gpt --nodes 8x8 --link 25gbit,10us \\
@@ -169,7 +166,6 @@ COMMANDS = (  # in the order in which help shows them
       commpress plan --config config.json --links links.json --compute-ms 800 --out plan.json
       commpress plan --parameters 1.5B --nodes 4x1 --compute-ms 900 \\
           --memory device=24GiB,host=64GiB
-      commpress plan --model mymodels:make_gpt --gradients grads.pt --nodes 4x1 --compute-ms 300
 
     A coarser way must be 3 % faster than a finer one to be chosen. Predictions are as good as the
     description of the machines: docs/planning.md compares them with measurements.
@@ -179,7 +175,6 @@ COMMANDS = (  # in the order in which help shows them
     @model
     --allow A,B | names | '' | choose these, too: codecs such as sign, local
     --memory T=SIZE,… | memory | '' | of one rank, as device=24GiB,host=64GiB (default: any)
-    --gradients FILE | gradients | | measured ones, for a codec of its own for every layer
     --out FILE | | plan.json | where to write the plan
     @json
     """,

@@ -2,7 +2,6 @@
 into a bug report, in which nothing tells whose machine it is."""
 
 import argparse
-import ctypes
 import getpass
 import os
 import platform
@@ -34,11 +33,9 @@ from commpress.tiered_mem import FileLayer, engines, show_bytes
 from commpress.tiered_mem.engines import thread_priority
 
 NEEDED = ("numpy", "llvmlite", "msgpack", "xxhash")
-USEFUL = ("transformers", "accelerate", "lightning", "matplotlib")
 CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 SECONDS = 30  # for a program or a thread to answer
 SYS, PROC = Path("/sys"), Path("/proc")
-STA_UNSYNC, TIME_ERROR = 0x0040, 5
 JUMBO = 9000
 LOW = 10 << 30
 COLOURS = {"ok": "green", "note": "yellow", "bad": "red"}
@@ -93,9 +90,6 @@ def software() -> Iterator[Finding]:
     threads = f"{torch.get_num_threads()} threads"
     yield ok(f"Python {platform.python_version()}, torch {torch.__version__}, {threads}")
     yield ok(", ".join(f"{name} {installed(name)}" for name in NEEDED))
-    if extras := [name for name in USEFUL if not installed(name)]:
-        cure = "only what uses them needs them: pip install 'commpress[hf,lightning,demo]'"
-        yield note(f"not installed: {', '.join(extras)}", cure)
     yield from kernels()
 
 
@@ -347,27 +341,6 @@ def interface(path: Path) -> Finding:
     return ok(what + ("" if speed > 0 else ", speed not told: commpress probe measures it"))
 
 
-def clocks() -> Iterator[Finding]:
-    """Error of the wall clock, as the kernel believes (adjtimex, read only): it orders traces of
-    several machines."""
-    cure = (
-        "start chronyd or systemd-timesyncd: traces of several machines are laid side by side by "
-        "this clock"
-    )
-    # struct timex: modes, offset, freq, maxerror, esterror, status, each in a long
-    record = (ctypes.c_long * 64)()
-    try:
-        state = ctypes.CDLL(None, use_errno=True).adjtimex(record)
-    except (OSError, AttributeError):
-        state = -1
-    if state < 0:
-        yield note("the kernel does not tell how far the wall clock is off", cure)
-    elif state == TIME_ERROR or record[5] & STA_UNSYNC:
-        yield note("the wall clock follows no time server: its offset is unknown", cure)
-    else:
-        yield ok(f"wall clock synchronised, at most {record[3] / 1e3:.3g} ms off")
-
-
 # ---------------------------------------------------------------- disks
 
 
@@ -429,7 +402,7 @@ def precedence() -> Finding:
 SECTIONS: dict[str, Callable[..., Iterable[Finding]]] = dict(
     zip(
         option_groups.SECTIONS,
-        (software, backends, mpi, gpu, numa, memory, disks, network, clocks),
+        (software, backends, mpi, gpu, numa, memory, disks, network),
         strict=True,
     )
 )
@@ -437,7 +410,20 @@ SECTIONS: dict[str, Callable[..., Iterable[Finding]]] = dict(
 
 # ---------------------------------------------------------------- the report
 
-REPORTED = ("torch", *NEEDED, "numba", *CUPY, "mpi4py", "libaio", "aiofiles", *USEFUL, "deepspeed")
+REPORTED = (
+    "torch",
+    *NEEDED,
+    "numba",
+    *CUPY,
+    "mpi4py",
+    "libaio",
+    "aiofiles",
+    "transformers",
+    "accelerate",
+    "lightning",
+    "matplotlib",
+    "deepspeed",
+)
 BUILD = re.compile(r"GCC|C\+\+ Version|oneDNN|OpenMP|LAPACK|CPU capability|CUDA Runtime|CuDNN")
 VARIABLES = ("COMMPRESS_", "GLOO_", "NCCL_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES", "TORCH_")
 

@@ -32,12 +32,10 @@ from commpress.units import (
 T = TypeVar("T")
 Kind = Callable[[str], object]
 
-# contents of files
-GRADIENTS = "{n: p.grad for n, p in model.named_parameters()} that torch.save wrote"
 PICTURES = (".png", ".svg", ".pdf")
 FILES = ("json", "plot", "out")  # options that name a file which is written at the end
 # of commpress doctor
-SECTIONS = ("torch", "backends", "MPI", "GPU", "NUMA", "memory", "disks", "network", "clocks")
+SECTIONS = ("torch", "backends", "MPI", "GPU", "NUMA", "memory", "disks", "network")
 HEADS = 4  # of the small model that commands train
 
 
@@ -186,7 +184,6 @@ KINDS: dict[str, Kind] = {  # of tables
         lambda path: path.is_dir() and os.access(path, os.W_OK),
         "a folder that is there and can be written",
     ),
-    "gradients": readable(GRADIENTS),
     "large": where(parse_bytes, lambda n: n >= 1024, "at least 1KiB"),
     "link": checked(parse_link),
     "links": readable("what commpress probe wrote"),

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commpress.cli import charts, connections, demo, main, race
+from commpress.cli import connections, demo, main, race
 from commpress.cli.contenders import CONTENDERS
 from commpress.cli.hosts import Hosts, HostsUnavailable
 from commpress.cli.race import Finish, Lane, RaceClock
@@ -288,15 +288,3 @@ def descendants(of):
         below += children
         waiting += children
     return below
-
-
-# ---------------------------------------------------------------- pictures
-
-
-def test_a_matrix_names_its_cells(tmp_path, monkeypatch):
-    matplotlib = pytest.importorskip("matplotlib")
-    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
-    file = tmp_path / "m.svg"
-    with charts.chart(str(file), "a < b") as (panel,):
-        charts.matrix(panel, [[None, 12.5], [50.0, None]])
-    assert {"a &lt; b", "12.5", "50", "0", "1"} <= words_of(file.read_text())
