@@ -13,6 +13,7 @@ import convergence
 import encoders
 import expert_dispatch
 import expert_tiers
+import exposed
 import faults
 import fsdp
 import gpu
@@ -30,6 +31,7 @@ import pipeline
 import plan
 import powersgd
 import simulate
+import store_io
 import traces
 import trainer_fsdp
 import weight_bytes
@@ -57,6 +59,7 @@ BENCHMARKS = (
     encoders,
     expert_dispatch,
     expert_tiers,
+    exposed,
     faults,
     fsdp,
     gpu,
@@ -74,6 +77,7 @@ BENCHMARKS = (
     plan,
     powersgd,
     simulate,
+    store_io,
     traces,
     trainer_fsdp,
     weight_bytes,

@@ -16,7 +16,7 @@ DESCRIPTION = (
     "later."
 )
 ROOMS = {
-    "bench": "Measure; --check for CI, --json for programs.",
+    "bench": "Measure; --json for programs.",
     "weights": "New versions of a model at its readers; docs/weights.md has the rest.",
 }
 LAUNCHED = """\

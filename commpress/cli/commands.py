@@ -305,29 +305,19 @@ COMMANDS = (  # in the order in which help shows them
     Command(
         "bench io",
         MEASURE,
-        """speed of the tiered store, reading and writing here, beside fio
+        """speed of the tiered store, reading and writing here
 
     Through the store's own calls, checksums on, with a depth of 4 unless said otherwise, for chunks
     of several sizes:
       write   flush: tensors that are newer in memory go to disk
       read    prefetch: tensors on disk come back and are verified
-    "fio" is the best of its engines io_uring, libaio and psync, at the same depth, if fio is
-    installed. All take turns; medians.
+    All take turns; medians. Ends with the chunk size and the engine to take here.
 
       commpress bench io                                    in the current directory, one minute
       commpress bench io --directory /nvme/tmp --size 2GiB  elsewhere, more bytes
-      commpress bench io --engine io_uring --check          exit status 1 if the store is below
-                                                            95 % of fio
     """,
         """
-    --directory D | folder | . | on the disk to measure
-    --chunks A,B | sizes | 1MiB,4MiB,16MiB,64MiB |
-    --size SIZE | size | 512MiB | bytes written and read per figure
-    --rounds N | 1.. | 5 | of everything
-    --depth N | 1.. | 4 | transfers at once
-    --engine | {auto,io_uring,threads,libaio,aiofiles} | auto | (default auto)
-    --no-fio | | | do not run fio
-    --check | | | exit status 1 unless the store reaches 95 % of fio
+    @io
     @json
     """,
     ),
@@ -350,21 +340,11 @@ COMMANDS = (  # in the order in which help shows them
 
       commpress bench train                 4 local processes: loopback, faster than networks
       torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --no-python \\
-          commpress bench train --check
+          commpress bench train
       commpress bench train --ways compute,plain,int8,sign --bucket-mb 4
     """,
         """
-    --ways A,B | refused by variants_of | compute,plain,bf16,powersgd1,sign | default
-        compute,plain,bf16,powersgd1,sign; compute is always measured
-    --bucket-mb MB | positive | 25.0 | of DDP; PowerSGD's hook has one bucket
-    --rounds N | 1.. | 5 | of every variant
-    --steps N | 1.. | 4 | of each round
-    --batch N | 1.. | 4 | windows per rank and step
-    @training
-    @ranks
-    --check | | | exit status 1 unless sign exposes at most half of what powersgd1 does and
-        its step is at most 1.3 of compute, if both run; auto is as fast as plain within 2 %
-        and as the fastest within 5 %
+    @train
     @json
     """,
     ),

@@ -299,6 +299,16 @@ TABLES = {
         --width N | width | 384 | of the model
         --layers N | 1.. | 6 | of the model
     """,
+    "train": """
+        --ways A,B | refused by variants_of | compute,plain,bf16,powersgd1,sign | default
+            compute,plain,bf16,powersgd1,sign; compute is always measured
+        --bucket-mb MB | positive | 25.0 | of DDP; PowerSGD's hook has one bucket
+        --rounds N | 1.. | 5 | of every variant
+        --steps N | 1.. | 4 | of each round
+        --batch N | 1.. | 4 | windows per rank and step
+        @training
+        @ranks
+    """,
     "topology": """
         --topology NODES | refused by topology | auto | nodes x ranks as 2x4, sizes as 4,4,3, ranks
             as '0 2|1 3', or what the launcher says
@@ -317,6 +327,14 @@ TABLES = {
         --device D | device | cpu | cpu: what kernels take here, measured now; or an accelerator's
             memory bandwidth, 900GB/s
         --cores N | amount | 0 | of each node, for its ranks (default: enough)
+    """,
+    "io": """
+        --directory D | folder | . | on the disk to measure
+        --chunks A,B | sizes | 1MiB,4MiB,16MiB,64MiB |
+        --size SIZE | size | 512MiB | bytes written and read per figure
+        --rounds N | 1.. | 5 | of everything
+        --depth N | 1.. | 4 | transfers at once
+        --engine | {auto,io_uring,threads,libaio,aiofiles} | auto | (default auto)
     """,
     "model": """
         [model]

@@ -31,7 +31,6 @@ from commpress.units import parse_bytes, parse_nodes
 
 T = TypeVar("T")
 AUTO = "auto"  # as codec="auto"
-COMPARED = ({"powersgd1", "sign"}, {"plain", AUTO})  # by bench train --check
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # ---------------------------------------------------------------- words of one option
@@ -169,16 +168,9 @@ def bench_io(options: argparse.Namespace) -> None:
     size, chunks = parse_bytes(options.size), options.chunks
     if min(chunks) < 1 << 20 or not size or size % max(chunks):
         raise InvalidArgument("--chunks must be at least 1MiB and divide --size")
-    if options.check and (options.no_fio or not shutil.which("fio")):
-        raise InvalidArgument("--check compares with fio: apt-get install fio")
 
 
 def bench_train(options: argparse.Namespace) -> None:
-    variants = variants_of(options.ways)
-    if options.check and not any(compared <= set(variants) for compared in COMPARED):
-        raise InvalidArgument(
-            "--check compares sign and powersgd1, or auto and plain: name both in --ways"
-        )
     launched()
 
 
