@@ -59,17 +59,21 @@ class LocalRanks:
     """Processes on this machine, one rank each, over Gloo on the loopback interface; used for
     several calls.
 
-    With ``hosts`` each rank is on a host of its own.
+    ``forked`` from this process, which must have no threads and no CUDA yet, they need not import
+    anything anew. With ``hosts`` each rank is on a host of its own.
     """
 
-    def __init__(self, size: int, *, threads: int = 1, hosts: Hosts | None = None) -> None:
+    def __init__(
+        self, size: int, *, threads: int = 1, forked: bool = False, hosts: Hosts | None = None
+    ) -> None:
         check_size(size)
         self._folder = tempfile.TemporaryDirectory(prefix="commpress-")
         rendezvous = f"file://{Path(self._folder.name) / 'rendezvous'}"
-        context: Any = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context("fork" if forked else "spawn")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        resource_tracker.ensure_running()  # here, on no host that may be gone before it
+        if not forked:
+            resource_tracker.ensure_running()  # here, on no host that may be gone before it
         for rank in range(size):
             ours, theirs = context.Pipe()
             job = (rank, size, threads, rendezvous, hosts is None, theirs)

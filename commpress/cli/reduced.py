@@ -74,7 +74,11 @@ class TwoLevel(Reduced):
 
     def run(self, iterations: int, **others: Callable[[], object]) -> dict[str, float]:
         """Median seconds of each way, interleaved."""
-        ways = {**others, "flat": self.reduce, "levels": self.levels}
+        ways: dict[str, Callable[[], object]] = {
+            **others,
+            "flat": self.reduce,
+            "levels": self.levels,
+        }
         once = harness.medians({name: partial(self.timed, way, 1) for name, way in ways.items()}, 1)
         # in a round: about a second, or CALLS
         calls = {name: max(min(int(1 / s), CALLS), 1) for name, s in once.items()}
