@@ -34,6 +34,7 @@ import torch.distributed as dist
 import commpress
 from commpress.cli import harness, option_groups, refusals
 from commpress.errors import InvalidArgument
+from commpress.kernels.pieces import aligned
 from shared_options import add_output, add_ranks, add_topology, natural
 
 WAYS = ("torch f32", "torch bf16", "flat", "nodes", "int8", "auto")
@@ -158,7 +159,8 @@ def _measure(rank: int, size: int, k: int, options: argparse.Namespace) -> Exper
     met = torch.zeros(options.tokens, int(home.max()) + 1).scatter_(1, home[ranks_of], 1)
     met[:, home[rank]] = 0
     # out with gates, back, and the list of experts
-    formula = int(met.sum()) * (8 * width + 8 * k + 8)
+    each_met = aligned(4 * width + 4 * k) + aligned(4 * width) + 4 * k + 8
+    formula = int(met.sum()) * each_met
     close = [
         torch.isclose(found[name], found["torch f32"], rtol=1e-4, atol=1e-5)
         for name in ("flat", "nodes")
