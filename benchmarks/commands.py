@@ -13,10 +13,10 @@ import convergence
 import encoders
 import expert_dispatch
 import expert_tiers
+import exposed
 import faults
 import fsdp
 import gpu
-import grids
 import guard
 import hierarchical
 import kills
@@ -30,8 +30,8 @@ import parking
 import pipeline
 import plan
 import powersgd
-import scaling
 import simulate
+import store_io
 import traces
 import trainer_fsdp
 import weight_bytes
@@ -59,10 +59,10 @@ BENCHMARKS = (
     encoders,
     expert_dispatch,
     expert_tiers,
+    exposed,
     faults,
     fsdp,
     gpu,
-    grids,
     guard,
     hierarchical,
     kills,
@@ -76,8 +76,8 @@ BENCHMARKS = (
     pipeline,
     plan,
     powersgd,
-    scaling,
     simulate,
+    store_io,
     traces,
     trainer_fsdp,
     weight_bytes,

@@ -33,8 +33,8 @@ import torch.distributed as dist
 
 import commpress
 from commpress.cli import harness, option_groups, refusals
-from commpress.cli.cluster_options import saved_tensors
 from commpress.errors import InvalidArgument
+from commpress.kernels.pieces import aligned
 from shared_options import add_output, add_ranks, add_topology, natural
 
 WAYS = ("torch f32", "torch bf16", "flat", "nodes", "int8", "auto")
@@ -97,13 +97,15 @@ def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[ExpertT
 
 def trained(path: str, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and gate of a trained model, for ``k`` experts of a token at most."""
-    saved = saved_tensors("states", path, STATES)
-    tokens, gate = (saved.get(name, torch.empty(0)) for name in ("tokens", "gate"))
+    try:
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+        tokens, gate = saved["tokens"].float(), saved["gate"].float()
+    except Exception as error:
+        raise InvalidArgument(f"--states is {path!r} ({error!r}), expected {STATES}") from error
     if {tokens.dim(), gate.dim()} != {2} or tokens.shape[1] != gate.shape[1] or not len(tokens):
-        shapes = {name: tuple(each.shape) for name, each in saved.items()}
         raise InvalidArgument(
-            f"--states is {path!r}, which holds {shapes}, expected tokens [n, width] and gate "
-            f"[experts, width], {STATES}"
+            f"--states is {path!r} with tokens of {tuple(tokens.shape)} and gate of "
+            f"{tuple(gate.shape)}, expected tokens [n, width] and gate [experts, width], {STATES}"
         )
     if k > len(gate):
         raise InvalidArgument(f"--k is {k}, and the gate of --states has {len(gate)} experts")
@@ -157,7 +159,8 @@ def _measure(rank: int, size: int, k: int, options: argparse.Namespace) -> Exper
     met = torch.zeros(options.tokens, int(home.max()) + 1).scatter_(1, home[ranks_of], 1)
     met[:, home[rank]] = 0
     # out with gates, back, and the list of experts
-    formula = int(met.sum()) * (8 * width + 8 * k + 8)
+    each_met = aligned(4 * width + 4 * k) + aligned(4 * width) + 4 * k + 8
+    formula = int(met.sum()) * each_met
     close = [
         torch.isclose(found[name], found["torch f32"], rtol=1e-4, atol=1e-5)
         for name in ("flat", "nodes")

@@ -17,7 +17,7 @@ ranks share a node is what the launcher says, or --topology. One line per size a
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -114,15 +114,14 @@ def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[Measure
 
 
 def _measure(buffer: TwoLevel, iterations: int, links: Links | None) -> Measured:
-    torchs: dict[str, Callable[[], object]] = {"torch": lambda: dist.all_reduce(buffer.buffer)}
     levels = buffer.hierarchy
+    took = buffer.run(iterations, torch=lambda: dist.all_reduce(buffer.buffer))
     before, topology = levels.between_bytes, levels.hierarchy.topology
-    took, calls = buffer.run(torchs, iterations)
     buffer.fill()
     buffer.levels()  # whose result is checked
     nodes, numel = topology.nodes, buffer.input.numel()
     sent = torch.zeros(len(nodes), dtype=torch.int64)
-    sent[topology.node(buffer.channel.rank)] = (levels.between_bytes - before) // (calls + 1)
+    sent[topology.node(buffer.channel.rank)] = levels.between_bytes - before
     dist.all_reduce(sent)
     formula = (
         2 * (len(nodes) - 1) / len(nodes) * codec_named(buffer.codec).row_bytes(width_of(numel, 1))

@@ -4,8 +4,8 @@ weighted by each rank's number of environments.
     torchrun --nproc-per-node 2 examples/many_environments.py
     torchrun --nproc-per-node 3 examples/many_environments.py --speeds 1,1,0.25
 
-Ranks get environments by speed (``commpress.plan.uneven.shares``), so that all end a rollout at the
-same time. DistributedDataParallel averages over ranks: each multiplies its loss by its share of the
+Ranks get environments by speed (``shares``), so that all end a rollout at the same time.
+DistributedDataParallel averages over ranks: each multiplies its loss by its share of the
 environments, so that the mean is the gradient over all of them.
 """
 
@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-from commpress.plan.uneven import shares
 
 HORIZON, ACTIONS = 24, 3
 
@@ -76,11 +75,24 @@ def rollout(policy, carts):
     )
 
 
+def shares(total, speeds):
+    """Return the number of environments of each rank: the last rank ends as early as can be."""
+    counts = [max(int(total * speed / sum(speeds)), 1) for speed in speeds]
+    while sum(counts) != total:
+        if sum(counts) < total:
+            more = min(range(len(counts)), key=lambda i: (counts[i] + 1) / speeds[i])
+            counts[more] += 1
+        else:
+            several = [i for i, count in enumerate(counts) if count > 1]
+            counts[max(several, key=lambda i: counts[i] / speeds[i])] -= 1
+    return counts
+
+
 def train(rounds, codec="int8", *, speeds=None, environments=96, lr=5e-3):
     """Return the mean rewards of all environments in each round, the policy, and the number of
     environments of each rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    counts = shares(environments, speeds or [1.0] * size, least=1)
+    counts = shares(environments, speeds or [1.0] * size)
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Policy())
     state = commpress.compress(ddp, codec=codec, min_numel=64)

@@ -1,6 +1,7 @@
 """Memory beyond the device: the store's tiers, an optimizer whose state is elsewhere, a model that
 is streamed through."""
 
+import argparse
 import json
 import shutil
 import tempfile
@@ -13,8 +14,8 @@ import torch
 from torch import nn
 
 import commpress
+import store_io
 from commpress import cli
-from commpress.cli import bench_io
 from commpress.tiered_mem import Options
 from gpu.machine import Machine
 from gpu.runner import Report
@@ -85,19 +86,24 @@ def store(machine: Machine, report: Report) -> None:
 
 
 def disk(machine: Machine, report: Report) -> None:
-    """The store's reads and writes beside fio where that is installed: ``commpress bench io``."""
+    """The store's reads and writes, beside fio's where that is installed."""
     with tempfile.TemporaryDirectory(prefix="commpress-gpu-") as folder:
         file = Path(folder, "io.json")
         sizes = ["--size", "32MiB", "--chunks", "4MiB", "--rounds", "1", "--engine", "threads"]
         if not machine.twin:
             sizes = ["--size", "1GiB", "--chunks", "4MiB,16MiB", "--rounds", "3"]
-        without = ["--no-fio"] if machine.twin or shutil.which("fio") is None else []
-        cli.main(["bench", "io", "--directory", folder, "--json", str(file), *sizes, *without])
+        line = ["--directory", folder, "--json", str(file), *sizes]
+        if machine.twin or shutil.which("fio") is None:
+            cli.main(["bench", "io", *line])
+        else:
+            parser = argparse.ArgumentParser()
+            store_io.options(parser)
+            store_io.run(parser.parse_args(line))
         for row in json.loads(file.read_text())["rows"]:
             what = f"{row['verb']} in chunks of {row['chunk'] >> 20} MiB"
             report(what, row["store"] / 1e9, "GB/s")
             if row.get("of_fio") is not None:
-                report(f"{what}, of fio", row["of_fio"], limit=bench_io.ENOUGH)
+                report(f"{what}, of fio", row["of_fio"], limit=store_io.ENOUGH)
 
 
 # ------------------------------------------------------------ an optimizer whose state is elsewhere

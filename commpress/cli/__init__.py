@@ -9,14 +9,14 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from commpress import __version__
-from commpress.errors import CommpressError, InvalidArgument
+from commpress.errors import CommpressError
 
 DESCRIPTION = (
     "Train over slow networks: gradients travel in few bits, and what those leave out is sent "
     "later."
 )
 ROOMS = {
-    "bench": "Measure; --check for CI, --json for programs.",
+    "bench": "Measure; --json for programs.",
     "weights": "New versions of a model at its readers; docs/weights.md has the rest.",
 }
 LAUNCHED = """\
@@ -30,6 +30,7 @@ WHOLE: dict[str, Any] = {  # of every parser: abbreviated options are refused, w
     "formatter_class": argparse.RawDescriptionHelpFormatter,
     "allow_abbrev": False,
 }
+_BELOW: dict[str, Any] = {"metavar": "COMMAND", "required": True, "help": argparse.SUPPRESS}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,11 +45,15 @@ def parser() -> argparse.ArgumentParser:
         **WHOLE,
     )
     top.add_argument("--version", action="version", version=f"commpress {__version__}")
-    commands = top.add_subparsers(
-        prog="commpress", metavar="COMMAND", required=True, help=argparse.SUPPRESS
-    )
+    rooms = {"": top.add_subparsers(**_BELOW, prog="commpress")}
     for command in COMMANDS:
-        below = commands.add_parser(command.words, description=command.help, **WHOLE)
+        room, _, word = command.words.rpartition(" ")
+        if room not in rooms:
+            about = f"{ROOMS[room]}\n\n{overview(room)}"
+            usage = f"commpress {room} [-h] COMMAND ..."
+            shown = rooms[""].add_parser(room, description=about, usage=usage, **WHOLE)
+            rooms[room] = shown.add_subparsers(**_BELOW, prog=f"commpress {room}")
+        below = rooms[room].add_parser(word, description=command.help, **WHOLE)
         declare(below, command.options)
         module, _, function = command.runs.partition(".")
         run = partial(_start, f"{__name__}.{module}", function)
@@ -73,33 +78,6 @@ def _start(module: str, function: str, options: argparse.Namespace) -> int:
     return int(getattr(import_module(module), function)(options))
 
 
-def asked(argv: list[str]) -> tuple[argparse.ArgumentParser, list[str]]:
-    """The parser of a line, and the line with the words of its command as one; words that are no
-    command are refused, with the one that was meant."""
-    from commpress.cli.commands import COMMANDS
-    from commpress.cli.option_groups import meant
-
-    names = [command.words for command in COMMANDS]
-    word, *rest = argv or [""]
-    if word in ("", *names) or word.startswith("-"):
-        return parser(), argv
-    typed, known = word, {name.split()[0] for name in names}
-    if word in ROOMS:
-        known = {name.removeprefix(f"{word} ") for name in names if name.startswith(f"{word} ")}
-        if not rest:
-            expected = ", ".join(f"{word} {name}" for name in sorted(known))
-            raise InvalidArgument(f"what shall 'commpress {word}' do? expected one of {expected}")
-        if rest[0].startswith("-"):
-            about = f"{ROOMS[word]}\n\n{overview(word)}"
-            return argparse.ArgumentParser(f"commpress {word}", None, about, **WHOLE), rest
-        word, *rest = rest
-        typed += f" {word}"
-    if typed not in names:
-        hint = meant(word, known) or f": expected one of {', '.join(sorted(known))}"
-        raise InvalidArgument(f"there is no command 'commpress {typed}'{hint}")
-    return parser(), [typed, *rest]
-
-
 def _refuse_unknown(parser: argparse.ArgumentParser, word: str) -> NoReturn:
     """End with the command's own usage, and the option that is meant."""
     from commpress.cli.option_groups import meant
@@ -113,7 +91,7 @@ def _refuse_unknown(parser: argparse.ArgumentParser, word: str) -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     _open_closed()
     try:
-        return run(*asked(list(sys.argv[1:] if argv is None else argv)))
+        return run(parser(), argv)
     except CommpressError as error:
         print(f"commpress: error: {error}", file=sys.stderr)
         return 2

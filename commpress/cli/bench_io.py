@@ -1,14 +1,11 @@
-"""Speed of the tiered store, reading and writing here, beside fio."""
+"""Speed of the tiered store, reading and writing here."""
 
 import argparse
-import json
 import shutil
-import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -18,49 +15,47 @@ import torch
 from commpress.cli import harness, terminal
 from commpress.tiered_mem import FileLayer, Options, TieredStore, engines, parse_bytes, show_bytes
 
-ENOUGH = 0.95  # of fio
-FIO = ("io_uring", "libaio", "psync")
+NEAR = 0.95  # of the fastest, that a smaller chunk must reach
 TENSOR = 16 << 20
+Calls = Mapping[str, Callable[[], float]]  # by name, what moves all bytes once: bytes per second
+# other calls in the same turns, from a folder, a chunk and whether files bypass the page cache
+Others = Callable[[Path, int, bool], Calls]
 
 
 @dataclass
 class ChunkRates:
-    """Bytes per second, medians over the rounds; 0 where fio has nothing to say."""
+    """Bytes per second, medians over the rounds."""
 
     chunk: int
     verb: str
     store: float
     low: float
     high: float
-    fio: float = 0.0
-    fio_engine: str = ""
-
-    @property
-    def of_fio(self) -> float | None:
-        return self.store / self.fio if self.fio else None
 
 
 def run(options: argparse.Namespace) -> int:
-    size, fio = parse_bytes(options.size), None if options.no_fio else shutil.which("fio")
     rows: list[ChunkRates] = []
+    with begun(options) as (folder, engine, speeds):
+        table = terminal.Table(cells)
+        for chunk, figures in measured(options, folder, engine):
+            for verb in ("write", "read"):
+                rows.append(ChunkRates(chunk, verb, *spread(figures, verb)))
+                table(rows[-1])
+    suggest(rows, engine, speeds)
+    return harness.deliver(options, rows, engine=engine)
+
+
+@contextmanager
+def begun(options: argparse.Namespace) -> Iterator[tuple[Path, str, dict[str, float]]]:
+    """A folder, the engine, and the speeds by which it was chosen."""
     with tempfile.TemporaryDirectory(prefix="bench-io-", dir=options.directory) as made:
         folder = Path(made)
         engine, speeds = chosen(folder, options.engine, options.depth)
         print(
-            f"engine {engine}, depth {options.depth}, {show_bytes(size)} a figure, "
+            f"engine {engine}, depth {options.depth}, {options.size} a figure, "
             f"{options.rounds} rounds, GB/s\n"
         )
-        table = terminal.Table(cells)
-        for chunk in options.chunks:
-            transfers = passes(folder / f"{chunk}", chunk, size, engine, options.depth, fio)
-            with transfers as calls, terminal.ProgressBar(show_bytes(chunk)) as progress:
-                figures = harness.interleaved(calls, options.rounds, warm=1, progress=progress)
-            shutil.rmtree(folder / f"{chunk}")
-            for verb in ("write", "read"):
-                rows.append(summary(chunk, verb, figures))
-                table(rows[-1])
-    suggest(rows, engine, speeds)
-    return harness.deliver(options, rows, judge=judge, engine=engine)
+        yield folder, engine, speeds
 
 
 def chosen(folder: Path, engine: str, depth: int) -> tuple[str, dict[str, float]]:
@@ -75,26 +70,37 @@ def chosen(folder: Path, engine: str, depth: int) -> tuple[str, dict[str, float]
         layer.close(fd)
 
 
-def summary(chunk: int, verb: str, figures: dict[str, list[float]]) -> ChunkRates:
+def measured(
+    options: argparse.Namespace,
+    folder: Path,
+    engine: str,
+    others: Others = lambda *_: {},
+) -> Iterator[tuple[int, dict[str, list[float]]]]:
+    """Each chunk, and the figures of all calls, which take turns."""
+    for chunk in options.chunks:
+        transfers = passes(options, folder / f"{chunk}", chunk, engine, others)
+        with transfers as calls, terminal.ProgressBar(show_bytes(chunk)) as progress:
+            figures = harness.interleaved(calls, options.rounds, warm=1, progress=progress)
+        shutil.rmtree(folder / f"{chunk}")
+        yield chunk, figures
+
+
+def spread(figures: Mapping[str, list[float]], verb: str) -> tuple[float, float, float]:
+    """Median, least and largest of the store's."""
     ours = figures[f"store {verb}"]
-    row = ChunkRates(chunk, verb, median(ours), min(ours), max(ours))
-    fio = [(median(figures[f"{kind} {verb}"]), kind) for kind in FIO if f"{kind} {verb}" in figures]
-    row.fio, row.fio_engine = max(fio, default=(0.0, ""))
-    return row
+    return median(ours), min(ours), max(ours)
+
+
+def gb(rate: float) -> str:
+    return f"{rate / 1e9:.2f}" if rate else ""
 
 
 def cells(row: ChunkRates) -> dict[str, str]:
-    def gb(rate: float) -> str:
-        return f"{rate / 1e9:.2f}" if rate else ""
-
     return {
         "chunk": show_bytes(row.chunk),
         "": row.verb,
         "store": gb(row.store),
         "min-max": f"{gb(row.low)}-{gb(row.high)}",
-        "fio": gb(row.fio),
-        "its engine": row.fio_engine,
-        "of fio": "" if row.of_fio is None else f"{100 * row.of_fio:.0f}%",
     }
 
 
@@ -103,7 +109,7 @@ def suggest(rows: list[ChunkRates], engine: str, speeds: dict[str, float]) -> No
     worst: dict[int, float] = {}
     for row in rows:
         worst[row.chunk] = min(worst.get(row.chunk, row.store), row.store)
-    enough = ENOUGH * max(worst.values())
+    enough = NEAR * max(worst.values())
     best = min(chunk for chunk, speed in worst.items() if speed >= enough)
     print(
         f'\nsuggested: TieredStore.open(..., engine="{engine}", '
@@ -114,24 +120,12 @@ def suggest(rows: list[ChunkRates], engine: str, speeds: dict[str, float]) -> No
         print(f"probed: {each}")
 
 
-def judge(rows: list[ChunkRates]) -> list[tuple[str, bool]]:
-    bars = []
-    for row in rows:
-        share = row.of_fio or 0.0
-        said = f"{row.verb} at {show_bytes(row.chunk)} is {100 * share:.0f} % of fio, 95 % expected"
-        bars.append((said, share >= ENOUGH))
-    return bars
-
-
-# ---------------------------------------------------- one pass over the same bytes, again and again
-
-
 @contextmanager
 def passes(
-    folder: Path, chunk: int, size: int, engine: str, depth: int, fio: str | None
-) -> Iterator[dict[str, Callable[[], float]]]:
-    """Name → call that moves ``size`` bytes once and returns bytes per second. fio has a file of
-    its own beside the store's."""
+    options: argparse.Namespace, folder: Path, chunk: int, engine: str, others: Others
+) -> Iterator[Calls]:
+    """Calls that move the same bytes again and again."""
+    size, depth = parse_bytes(options.size), options.depth
     settings = Options(chunk_bytes=chunk, segment_bytes=max(1 << 30, 2 * size))
     host = size + (4 << 20)
     with TieredStore.open(folder, host=host, engine=engine, depth=depth, options=settings) as store:
@@ -156,30 +150,5 @@ def passes(
             call()
             return each * len(names) / (perf_counter() - begin)
 
-        calls: dict[str, Callable[[], float]] = {"store write": write, "store read": read}
-        for kind in FIO if fio else ():
-            for verb in ("write", "read"):
-                words = (fio or "", folder / "fio", kind, verb, chunk, size, depth, store.direct)
-                calls[f"{kind} {verb}"] = partial(run_fio, *words)
-        yield calls
-
-
-def run_fio(
-    fio: str, file: Path, kind: str, verb: str, chunk: int, size: int, depth: int, direct: bool
-) -> float:
-    """One pass; psync gets ``depth`` threads instead of a queue.
-
-    fio rounds its time up to whole milliseconds, half a millisecond too long on average, of the 30
-    that 512 MiB take on a fast device: that half is taken off.
-    """
-    jobs, queue = (depth, 1) if kind == "psync" else (1, depth)
-    command = f"""
-        {fio} --name=b --rw={verb} --bs={chunk} --size={size // jobs}
-        --offset_increment={size // jobs} --ioengine={kind} --iodepth={queue} --numjobs={jobs}
-        --direct={int(direct)} --thread --fallocate=none --group_reporting --output-format=json
-    """.split()
-    ran = subprocess.run([*command, f"--filename={file}"], capture_output=True, text=True)
-    if ran.returncode:
-        return 0.0
-    found = json.loads(ran.stdout[ran.stdout.index("{") :])["jobs"][0][verb]
-    return float(found["io_bytes"] / max(found["runtime"] - 0.5, 0.5) * 1e3)
+        own: Calls = {"store write": write, "store read": read}
+        yield {**own, **others(folder, chunk, store.direct)}

@@ -24,7 +24,7 @@ class TrainedVariant:
 
 
 def run(options: argparse.Namespace) -> int:
-    return harness.run(options, bench, cells, judge=judge)
+    return harness.run(options, bench, cells)
 
 
 def trainee(name: str, bucket_mb: float, load: training.Load) -> training.Trainee:
@@ -71,21 +71,3 @@ def cells(m: TrainedVariant) -> dict[str, str]:
         "against plain": "-" if plain is None else f"{plain / m.step_seconds:.2f}x",
         "loss": f"{m.loss:.2f}",
     }
-
-
-def judge(measured: list[TrainedVariant]) -> list[tuple[str, bool]]:
-    of, bars = {m.variant: m for m in measured}, []
-    if {"powersgd1", "sign"} <= of.keys():
-        ours, theirs = (1e3 * of[name].exposed_seconds for name in ("sign", "powersgd1"))
-        said = f"sign exposes {ours:.1f} ms, powersgd1 {theirs:.1f}: at most half"
-        bars.append((said, ours <= 0.5 * theirs))
-        share = of["sign"].step_seconds / of["compute"].step_seconds
-        bars.append((f"a sign step takes {share:.2f} of compute, at most 1.3", share <= 1.3))
-    if {"plain", AUTO} <= of.keys():
-        others = [m for m in measured if m.variant not in ("compute", AUTO)]
-        best = min(others, key=lambda m: m.step_seconds)
-        for other, least in ((of["plain"], 0.98), (best, 0.95)):
-            speed = other.step_seconds / of[AUTO].step_seconds
-            said = f"auto runs at {speed:.3f} of the speed of {other.variant}, at least {least}"
-            bars.append((said, speed >= least))
-    return bars

@@ -1,4 +1,4 @@
-"""Pictures of one look: curves, matrices."""
+"""Pictures of one look: curves."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +12,6 @@ from matplotlib import pyplot
 
 COLOURS = ("#999999", "#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b")
 PANEL = (6.4, 4.6)  # inches
-# behind a number that a line may cross
-PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.0}
 
 
 @contextmanager
@@ -56,17 +54,6 @@ def _explain(figure: Any, panels: Sequence[Any]) -> None:
         figure.legend(
             every.values(), every, loc=place, ncols=columns, frameon=False, fontsize="small"
         )
-
-
-def matrix(panel: Any, values: Sequence[Sequence[float | None]]) -> None:
-    """Numbers in coloured cells, the largest are dark; None: no such pair."""
-    numbers = [[float("nan") if value is None else value for value in row] for row in values]
-    panel.imshow(numbers, cmap="Blues")
-    panel.set(xticks=range(len(values)), yticks=range(len(values)))
-    for i, row in enumerate(values):
-        for j, value in enumerate(row):
-            if value is not None:
-                panel.text(j, i, f"{value:.3g}", ha="center", va="center", fontsize=8, bbox=PAPER)
 
 
 def smooth(values: Sequence[float], least: int = 1) -> list[float]:

@@ -86,20 +86,3 @@ def factory(path: str) -> Callable[[], object]:
     if not callable(found):
         raise InvalidArgument(f"--model is {path!r}, which is no function")
     return found
-
-
-def saved_tensors(option: str, path: str, expected: str) -> dict[str, torch.Tensor]:
-    """Floats by name, as ``torch.save`` wrote them; nothing in the file is executed."""
-    try:
-        content = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:
-        first = str(error).strip().partition("\n")[0]
-        raise InvalidArgument(
-            f"--{option} is {path!r}, which torch.load cannot read ({first}), expected {expected}"
-        ) from error
-    if isinstance(content, dict) and all(
-        isinstance(name, str) and isinstance(each, torch.Tensor) and each.is_floating_point()
-        for name, each in content.items()
-    ):
-        return content
-    raise InvalidArgument(f"--{option} is {path!r}, which holds no floats by name: {expected}")

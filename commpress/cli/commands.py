@@ -106,7 +106,7 @@ COMMANDS = (  # in the order in which help shows them
       commpress doctor                          everything, with the current directory's disk
       commpress doctor --directory /nvme/run1   another disk
       commpress doctor --only torch,network     some sections: torch, backends, MPI, GPU, NUMA,
-                                                memory, disks, network, clocks
+                                                memory, disks, network
       commpress doctor --report                 to paste into a bug report: versions, builds,
                                                 devices, no addresses
     """,
@@ -127,7 +127,7 @@ COMMANDS = (  # in the order in which help shows them
     hierarchical all-reduce pays at a size; docs/hierarchy.md describes it.
 
       commpress probe --ranks 4 --topology 2x2            4 local processes, as if on two nodes
-      commpress probe --ranks 4 --pairs --plot pairs.svg  every pair, and a picture of it
+      commpress probe --ranks 4 --pairs                   every pair of ranks, as a matrix
       torchrun --nnodes 2 --nproc-per-node 8 ... --no-python commpress probe --out links.json
     """,
         """
@@ -137,7 +137,6 @@ COMMANDS = (  # in the order in which help shows them
     @ranks
     --pairs | | | every pair of ranks, as a matrix; without it a few of each kind
     --out FILE | | links.json | where to save it
-    --plot FILE | | | the matrix as a picture (takes --pairs with it; needs matplotlib)
     --json FILE | | | every pair (takes --pairs with it)
     """,
     ),
@@ -159,9 +158,7 @@ COMMANDS = (  # in the order in which help shows them
       dist.init_process_group("commpress")               with COMMPRESS_GROUP_OPTIONS=plan.json
 
     --compute-ms is the step of one rank without communication, as "compute" of commpress bench
-    train says it. With --gradients (a file that torch.save made of {parameter name: gradient})
-    every layer gets a codec of its own: the fewest bytes at an error no larger than int4 would make
-    on these gradients.
+    train says it.
 
       commpress plan --parameters 110M --nodes 4x1 --link 1gbit,100us --compute-ms 300
       commpress plan --model mymodels:make_gpt --nodes 8x8 --link 25gbit,10us \\
@@ -169,28 +166,15 @@ COMMANDS = (  # in the order in which help shows them
       commpress plan --config config.json --links links.json --compute-ms 800 --out plan.json
       commpress plan --parameters 1.5B --nodes 4x1 --compute-ms 900 \\
           --memory device=24GiB,host=64GiB
-      commpress plan --model mymodels:make_gpt --gradients grads.pt --nodes 4x1 --compute-ms 300
 
     A coarser way must be 3 % faster than a finer one to be chosen. Predictions are as good as the
     description of the machines: docs/planning.md compares them with measurements.
-
-    With --mesh it lists every grid of data, tensor, pipeline, sequence and expert parallelism
-    instead, with the order of ranks that keeps the heaviest traffic on the fastest links, and
-    prints the mesh to copy (docs/planning.md). --pairs takes what commpress probe --pairs --json
-    measured.
-
-      commpress plan --mesh --parameters 1.5B --nodes 4x2 --link 10gbit,20us \\
-          --compute-ms 900 --memory device=24GiB
-      commpress plan --mesh --config config.json --pairs pairs.json \\
-          --compute-ms 300 --dims dp=int4,pp=int8
     """,
         """
     @cluster
     @model
-    @mesh
     --allow A,B | names | '' | choose these, too: codecs such as sign, local
     --memory T=SIZE,… | memory | '' | of one rank, as device=24GiB,host=64GiB (default: any)
-    --gradients FILE | gradients | | measured ones, for a codec of its own for every layer
     --out FILE | | plan.json | where to write the plan
     @json
     """,
@@ -321,29 +305,19 @@ COMMANDS = (  # in the order in which help shows them
     Command(
         "bench io",
         MEASURE,
-        """speed of the tiered store, reading and writing here, beside fio
+        """speed of the tiered store, reading and writing here
 
     Through the store's own calls, checksums on, with a depth of 4 unless said otherwise, for chunks
     of several sizes:
       write   flush: tensors that are newer in memory go to disk
       read    prefetch: tensors on disk come back and are verified
-    "fio" is the best of its engines io_uring, libaio and psync, at the same depth, if fio is
-    installed. All take turns; medians.
+    All take turns; medians. Ends with the chunk size and the engine to take here.
 
       commpress bench io                                    in the current directory, one minute
       commpress bench io --directory /nvme/tmp --size 2GiB  elsewhere, more bytes
-      commpress bench io --engine io_uring --check          exit status 1 if the store is below
-                                                            95 % of fio
     """,
         """
-    --directory D | folder | . | on the disk to measure
-    --chunks A,B | sizes | 1MiB,4MiB,16MiB,64MiB |
-    --size SIZE | size | 512MiB | bytes written and read per figure
-    --rounds N | 1.. | 5 | of everything
-    --depth N | 1.. | 4 | transfers at once
-    --engine | {auto,io_uring,threads,libaio,aiofiles} | auto | (default auto)
-    --no-fio | | | do not run fio
-    --check | | | exit status 1 unless the store reaches 95 % of fio
+    @io
     @json
     """,
     ),
@@ -366,21 +340,11 @@ COMMANDS = (  # in the order in which help shows them
 
       commpress bench train                 4 local processes: loopback, faster than networks
       torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --no-python \\
-          commpress bench train --check
+          commpress bench train
       commpress bench train --ways compute,plain,int8,sign --bucket-mb 4
     """,
         """
-    --ways A,B | refused by variants_of | compute,plain,bf16,powersgd1,sign | default
-        compute,plain,bf16,powersgd1,sign; compute is always measured
-    --bucket-mb MB | positive | 25.0 | of DDP; PowerSGD's hook has one bucket
-    --rounds N | 1.. | 5 | of every variant
-    --steps N | 1.. | 4 | of each round
-    --batch N | 1.. | 4 | windows per rank and step
-    @training
-    @ranks
-    --check | | | exit status 1 unless sign exposes at most half of what powersgd1 does and
-        its step is at most 1.3 of compute, if both run; auto is as fast as plain within 2 %
-        and as the fastest within 5 %
+    @train
     @json
     """,
     ),

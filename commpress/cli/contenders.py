@@ -18,7 +18,6 @@ class Contender:
     what: str
     lr: float
     ours: bool = True
-    searched: bool = True  # the rate, for this very way
 
 
 FLOOR = "no-network"
@@ -36,13 +35,11 @@ sign            | 1e-3   | commpress.compress, codec sign, fp8 for the output la
 zero-one        | 5e-4   | commpress.ZeroOneAdam
 local           | 1e-3   | commpress.LocalUpdates as it is: exchanges hide behind computing
 """
-# whose rate was not searched for this very way
-UNTRIED = ("torch-powersgd1", "torch-powersgd2", "diloco")
 
 
 def _read(line: str) -> Contender:
     name, lr, what = (cell.strip() for cell in line.split("|"))
-    return Contender(name, what, float(lr), "commpress" in what, name not in UNTRIED)
+    return Contender(name, what, float(lr), "commpress" in what)
 
 
 CONTENDERS = {one.name: one for one in map(_read, TABLE.strip().splitlines())}

@@ -229,8 +229,9 @@ def _cells(name: str, group: list[Finish], plain: list[Finish] | None) -> dict[s
 def _notes(groups: Groups) -> Iterator[str]:
     """Sentences on groups that come with the lowest loss first."""
     yield (
-        "Losses in nats per byte, on held-out text, and their standard deviation over seeds; bytes "
-        "as the kernel counts them, headers included."
+        "Losses in nats per byte, on held-out text, and their standard deviation over seeds: one "
+        "run of a way differs from the next in the last digits, also because ranks share this "
+        "machine's cores. Bytes as the kernel counts them, headers included."
     )
     if short := [name for name, group in groups.items() if min(f.steps for f in group) < FEWEST]:
         yield (
@@ -238,25 +239,11 @@ def _notes(groups: Groups) -> Iterator[str]:
             "--seconds or --steps, or a faster --rate."
         )
         return
-    known, first = contenders.CONTENDERS, next(iter(groups.values()))
-    if all(name in known and group[0].lr == known[name].lr for name, group in groups.items()):
-        others = [name for name in groups if not known[name].searched]
-        each = "Each way" + (f" but {', '.join(others)}" if others else "")
-        yield f"{each} has the best of two to four learning rates that were tried for it."
     best = {True: "", False: ""}  # of ours, and of the others
     for name in reversed(groups):
         if name != FLOOR:
             best[contender(name).ours] = name
     ours, peer = best[True], best[False]
-    if ours and peer:
-        gap = loss_of(groups[peer]) - loss_of(groups[ours])
-        told = [f"commpress's best way, {ours},", f"the best of the others, {peer},"]
-        ahead, behind = told if gap > 0 else reversed(told)
-        yield f"{ahead} ends {abs(gap):.3f} nats lower than {behind.removesuffix(',')}."
-    yield (
-        f"{first[0].ranks} ranks of one thread share this machine's cores; one run of a way "
-        "differs from the next in the last digits."
-    )
     if FLOOR in groups and ours:
         floor = loss_of(groups[FLOOR])
         distance = f"{ours}, the best of commpress, {loss_of(groups[ours]) - floor:+.3f} nats"

@@ -2,7 +2,6 @@
 into a bug report, in which nothing tells whose machine it is."""
 
 import argparse
-import ctypes
 import getpass
 import os
 import platform
@@ -15,7 +14,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -31,14 +29,11 @@ from commpress.cli import option_groups, terminal
 from commpress.collectives.transports.run_key import VARIABLE
 from commpress.errors import CommpressError
 from commpress.tiered_mem import FileLayer, engines, show_bytes
-from commpress.tiered_mem.engines import thread_priority
 
 NEEDED = ("numpy", "llvmlite", "msgpack", "xxhash")
-USEFUL = ("transformers", "accelerate", "lightning", "matplotlib")
 CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 SECONDS = 30  # for a program or a thread to answer
 SYS, PROC = Path("/sys"), Path("/proc")
-STA_UNSYNC, TIME_ERROR = 0x0040, 5
 JUMBO = 9000
 LOW = 10 << 30
 COLOURS = {"ok": "green", "note": "yellow", "bad": "red"}
@@ -93,9 +88,6 @@ def software() -> Iterator[Finding]:
     threads = f"{torch.get_num_threads()} threads"
     yield ok(f"Python {platform.python_version()}, torch {torch.__version__}, {threads}")
     yield ok(", ".join(f"{name} {installed(name)}" for name in NEEDED))
-    if extras := [name for name in USEFUL if not installed(name)]:
-        cure = "only what uses them needs them: pip install 'commpress[hf,lightning,demo]'"
-        yield note(f"not installed: {', '.join(extras)}", cure)
     yield from kernels()
 
 
@@ -125,18 +117,6 @@ def kernels() -> Iterator[Finding]:
             "every process compiles for some seconds; set COMMPRESS_CACHE_DIR to a folder that "
             "nobody else may write to",
         )
-    yield kernel_threads()
-
-
-def kernel_threads() -> Finding:
-    from commpress.kernels.cpu.calls import entry
-
-    if entry() is not None:
-        return ok("the CPU kernels run on the threads of torch")
-    return note(
-        "this torch lets nobody use its threads: the CPU kernels run on threads of their own",
-        "no cure; right after an operation of torch they share its cores with threads that spin",
-    )
 
 
 def backends() -> Iterator[Finding]:
@@ -347,27 +327,6 @@ def interface(path: Path) -> Finding:
     return ok(what + ("" if speed > 0 else ", speed not told: commpress probe measures it"))
 
 
-def clocks() -> Iterator[Finding]:
-    """Error of the wall clock, as the kernel believes (adjtimex, read only): it orders traces of
-    several machines."""
-    cure = (
-        "start chronyd or systemd-timesyncd: traces of several machines are laid side by side by "
-        "this clock"
-    )
-    # struct timex: modes, offset, freq, maxerror, esterror, status, each in a long
-    record = (ctypes.c_long * 64)()
-    try:
-        state = ctypes.CDLL(None, use_errno=True).adjtimex(record)
-    except (OSError, AttributeError):
-        state = -1
-    if state < 0:
-        yield note("the kernel does not tell how far the wall clock is off", cure)
-    elif state == TIME_ERROR or record[5] & STA_UNSYNC:
-        yield note("the wall clock follows no time server: its offset is unknown", cure)
-    else:
-        yield ok(f"wall clock synchronised, at most {record[3] / 1e3:.3g} ms off")
-
-
 # ---------------------------------------------------------------- disks
 
 
@@ -393,7 +352,6 @@ def on_disk(layer: FileLayer, folder: int) -> Iterator[Finding]:
         said = "no O_DIRECT here: the store works buffered, slower and with more memory"
         yield note(said, "use a local disk")
     yield from engine_findings(layer)
-    yield precedence()
     free = layer.room(folder)
     state = ok if free >= LOW else note
     yield state(f"{show_bytes(free)} free of {show_bytes(layer.capacity(folder))}")
@@ -404,32 +362,10 @@ def engine_findings(layer: FileLayer) -> Iterator[Finding]:
         yield note(f"engine {name} is missing", missing) if missing else ok(f"engine {name}")
 
 
-def precedence() -> Finding:
-    """Priority of a store's own thread: from the kernel, on a thread that ends afterwards."""
-
-    def ask() -> tuple[int, bool]:
-        before = os.getpriority(os.PRIO_PROCESS, 0)
-        thread_priority.raise_own()
-        nice, short = thread_priority.own()
-        return before - nice, short
-
-    with ThreadPoolExecutor(1) as thread:
-        raised, short = thread.submit(ask).result()
-    had = ["short time slices"] * short + [f"priority raised by {raised}"] * (raised > 0)
-    who = "the thread of io_uring"
-    if len(had) == 2:
-        return ok(f"{who} goes before those that compute: {', '.join(had)}")
-    return note(
-        f"{who} gets {had[0]} only" if had else f"{who} waits for its turn as all others do",
-        "while others compute reads may start 3 ms late: Linux 6.12 has short slices, "
-        "CAP_SYS_NICE or ulimit -e 30 priority",
-    )
-
-
 SECTIONS: dict[str, Callable[..., Iterable[Finding]]] = dict(
     zip(
         option_groups.SECTIONS,
-        (software, backends, mpi, gpu, numa, memory, disks, network, clocks),
+        (software, backends, mpi, gpu, numa, memory, disks, network),
         strict=True,
     )
 )
@@ -437,7 +373,20 @@ SECTIONS: dict[str, Callable[..., Iterable[Finding]]] = dict(
 
 # ---------------------------------------------------------------- the report
 
-REPORTED = ("torch", *NEEDED, "numba", *CUPY, "mpi4py", "libaio", "aiofiles", *USEFUL, "deepspeed")
+REPORTED = (
+    "torch",
+    *NEEDED,
+    "numba",
+    *CUPY,
+    "mpi4py",
+    "libaio",
+    "aiofiles",
+    "transformers",
+    "accelerate",
+    "lightning",
+    "matplotlib",
+    "deepspeed",
+)
 BUILD = re.compile(r"GCC|C\+\+ Version|oneDNN|OpenMP|LAPACK|CPU capability|CUDA Runtime|CuDNN")
 VARIABLES = ("COMMPRESS_", "GLOO_", "NCCL_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES", "TORCH_")
 

@@ -27,7 +27,7 @@ def run(
     bench: Callable[..., Iterator[Any]],
     cells: Cells,
     *,
-    judge: Callable[[Any], Bars],
+    judge: Callable[[Any], Bars] | None = None,
 ) -> int:
     """The exit status of a benchmark: ``bench(rank, size, options)`` yields rows on all ranks, and
     text for people. Those of rank 0 are shown as they come."""

@@ -32,12 +32,10 @@ from commpress.units import (
 T = TypeVar("T")
 Kind = Callable[[str], object]
 
-# contents of files
-GRADIENTS = "{n: p.grad for n, p in model.named_parameters()} that torch.save wrote"
 PICTURES = (".png", ".svg", ".pdf")
 FILES = ("json", "plot", "out")  # options that name a file which is written at the end
 # of commpress doctor
-SECTIONS = ("torch", "backends", "MPI", "GPU", "NUMA", "memory", "disks", "network", "clocks")
+SECTIONS = ("torch", "backends", "MPI", "GPU", "NUMA", "memory", "disks", "network")
 HEADS = 4  # of the small model that commands train
 
 
@@ -186,14 +184,12 @@ KINDS: dict[str, Kind] = {  # of tables
         lambda path: path.is_dir() and os.access(path, os.W_OK),
         "a folder that is there and can be written",
     ),
-    "gradients": readable(GRADIENTS),
     "large": where(parse_bytes, lambda n: n >= 1024, "at least 1KiB"),
     "link": checked(parse_link),
     "links": readable("what commpress probe wrote"),
     "memory": parse_memory,
     "names": lambda text: [name.strip() for name in text.split(",") if name.strip()],
     "nodes": checked(parse_nodes),
-    "pairs": readable("what commpress probe --pairs --json wrote"),
     "parameters": where(parse_count, lambda n: n >= 1000, "at least 1000 parameters"),
     "path": Path,
     "positive": where(float, lambda x: 0 < x < inf, "a number above 0"),
@@ -303,6 +299,16 @@ TABLES = {
         --width N | width | 384 | of the model
         --layers N | 1.. | 6 | of the model
     """,
+    "train": """
+        --ways A,B | refused by variants_of | compute,plain,bf16,powersgd1,sign | default
+            compute,plain,bf16,powersgd1,sign; compute is always measured
+        --bucket-mb MB | positive | 25.0 | of DDP; PowerSGD's hook has one bucket
+        --rounds N | 1.. | 5 | of every variant
+        --steps N | 1.. | 4 | of each round
+        --batch N | 1.. | 4 | windows per rank and step
+        @training
+        @ranks
+    """,
     "topology": """
         --topology NODES | refused by topology | auto | nodes x ranks as 2x4, sizes as 4,4,3, ranks
             as '0 2|1 3', or what the launcher says
@@ -322,24 +328,20 @@ TABLES = {
             memory bandwidth, 900GB/s
         --cores N | amount | 0 | of each node, for its ranks (default: enough)
     """,
+    "io": """
+        --directory D | folder | . | on the disk to measure
+        --chunks A,B | sizes | 1MiB,4MiB,16MiB,64MiB |
+        --size SIZE | size | 512MiB | bytes written and read per figure
+        --rounds N | 1.. | 5 | of everything
+        --depth N | 1.. | 4 | transfers at once
+        --engine | {auto,io_uring,threads,libaio,aiofiles} | auto | (default auto)
+    """,
     "model": """
         [model]
         --parameters N | parameters | | a transformer of about so many, as 110M
         --model M:F | factory | | what calling F of the Python module M returns, a torch.nn.Module
         --config FILE | config | | config.json of a Hugging Face model
         --compute-ms T | positive | | of a step on a rank of its own, without communication
-    """,
-    "mesh": """
-        [meshes]
-        --mesh | | | every grid of parallelism instead of ways to average gradients
-        --pairs FILE | pairs | | links of every two ranks: what commpress probe --pairs --json wrote
-        --dims D=C,… | refused by dims | '' | codecs, as dp=int4,ep=int8 (default: dp chosen)
-        --speeds A,B | | | of each rank, as 1,1,0.5,0.5: uneven stages, batches (default alike)
-        --batch N | 1.. | | sequences of a step on all ranks (default 4 for each rank)
-        --length N | 1.. | 512 | tokens of a sequence
-        --micro N | 1.. | 1 | sequences of a micro-batch
-        --experts E | 0.. | 0 | of a layer, all ranks together (default: many)
-        --experts-per-token K | 1.. | 2 | that a gate chooses
     """,
 }
 

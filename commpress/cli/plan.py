@@ -3,12 +3,10 @@ compressed."""
 
 import argparse
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
-from commpress.cli import cluster_options, harness, plan_mesh, terminal
-from commpress.cli.option_groups import GRADIENTS
+from commpress.cli import cluster_options, harness, terminal
 from commpress.cli.refusals import planned_codecs
-from commpress.plan.assignment import assign
 from commpress.plan.candidates import (
     CHOSEN,
     WAYS,
@@ -21,21 +19,16 @@ from commpress.plan.candidates import (
 from commpress.plan.ways import Scenario
 from commpress.units import TIERS
 
-LOCAL, UNIFORM = "local", "int4"
+LOCAL = "local"
 NAMES = re.compile(
     r"\b(compress|compress_fsdp|LocalUpdates|SparseLoCo|ZeroOneAdam|OneBitAdam|overlap|Partitioned)\b"
 )
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.mesh:
-        return plan_mesh.run(options)
     local = LOCAL in options.allow
     able = [*CHOSEN, *(way for way in options.allow if way != LOCAL)]
     ways = list(dict.fromkeys([*WAYS, *able]))
-    gradients = None
-    if path := options.gradients:
-        gradients = cluster_options.saved_tensors("gradients", path, GRADIENTS)
     model = cluster_options.model_of(options, planned_codecs)
     cluster = cluster_options.cluster_of(options)
     costs, seconds = cluster_options.costs_of(options), 1e-3 * options.compute_ms
@@ -50,15 +43,6 @@ def run(options: argparse.Namespace) -> int:
     effects = list(dict.fromkeys(effect(c) for c in found))
     print(terminal.table([cells(c, plain, effects) for c in found], best=found.index(best)))
     print("\n".join(f"  effect {i}: {text}" for i, text in enumerate(effects, 1)), end="\n\n")
-    if gradients is not None and (chosen.layered or not plan.compresses):
-        terminal.say(f"--gradients changes nothing: {chosen.name} has no codec for every layer")
-    elif gradients is not None:
-        rules = assign(gradients, ranks=cluster.size, uniform=UNIFORM)
-        terminal.say(
-            f"a codec for every layer: {rules.gain:.2f} times fewer bytes than {UNIFORM} for all, "
-            f"at {rules.error / max(rules.uniform_error, 1e-300):.2f} of its error"
-        )
-        plan = replace(plan, codec=UNIFORM, rules=rules.rules)
     plan.save(options.out)
     terminal.say(plan.why)
     terminal.say(f"advice: {advice}")

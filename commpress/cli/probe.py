@@ -49,7 +49,7 @@ REST, REPEATS = 4e-3, 3  # seconds of such a rest; such rows for each round
 
 
 def run(options: argparse.Namespace) -> int:
-    options.pairs = bool(options.pairs or options.plot or options.json)
+    options.pairs = bool(options.pairs or options.json)
     with terminal.ProgressBar("probe", lines=4) as progress:
         found = ranks.on_ranks(measure, options, progress)
     if found is None:  # not rank 0 of a launcher
@@ -59,16 +59,10 @@ def run(options: argparse.Namespace) -> int:
     print(f"nodes {links.topology}")
     each = {"inside a node": links.inside, "between nodes": links.between}
     print(terminal.table([_cells(name, link) for name, link in each.items() if link is not None]))
-    if links.stack is not None:
-        print("\n".join(_said(links.stack)))
-    values = grid(pairs, links.topology.size)
     if options.pairs:
         print("\nevery pair: MB/s each way above the diagonal, latency in us below it")
-        print(matrix_text(values))
+        print(matrix_text(grid(pairs, links.topology.size)))
     print(f"saved: {options.out}")
-    if options.plot:
-        draw(options.plot, values)
-        print(f"picture: {options.plot}")
     if options.json:
         rows = [asdict(pair) for pair in pairs]
         content = {**harness.machine(), "nodes": links.topology.nodes, "rows": rows}
@@ -83,22 +77,6 @@ def _cells(name: str, link: Link) -> dict[str, str]:
         "one pair MB/s": f"{link.bandwidth / 1e6:.1f}",
         "a node, all at once MB/s": f"{link.together / 1e6:.1f}",
     }
-
-
-def _said(stack: Stack) -> Iterator[str]:
-    yield (
-        f"shortest calls of all: exchange {1e6 * stack.exchange:.0f} us, compressed all-reduce "
-        f"{1e6 * stack.reduce:.0f}, torch's {1e6 * stack.ring:.0f}"
-    )
-    yield (
-        f"of a core: {1e6 * stack.message:.0f} us for a message, {1e9 * stack.byte:.2f} ns for "
-        f"a byte at each end, {1e6 * stack.reduce_core:.0f} us for a rank's compressed "
-        "all-reduce"
-    )
-    yield (
-        f"in torch's ring: {1e6 * stack.ring_message:.0f} us for a message, "
-        f"{1e9 * stack.ring_byte:.2f} ns for a byte"
-    )
 
 
 Grid = list[list["Pair | None"]]
@@ -120,17 +98,6 @@ def matrix_text(values: Grid) -> str:
                 above, below = f"{pair.bandwidth / 1e6:.1f}", f"{1e6 * pair.latency:.0f}"
                 rows[-1][str(j)] = above if j > i else below
     return terminal.table(rows)
-
-
-def draw(path: str, values: Grid) -> None:
-    from commpress.cli import charts
-
-    rates = [[None if p is None else p.bandwidth / 1e6 for p in row] for row in values]
-    side = max(4.0, 0.6 * len(values))
-    with charts.chart(
-        path, "MB/s each way, one pair of ranks at a time", size=(side, side)
-    ) as drawn:
-        charts.matrix(drawn[0], rates)
 
 
 # ---------------------------------------------------------------- on every rank

@@ -1,7 +1,7 @@
 """One buffer that is all-reduced again and again, as the DDP hook does it, flat or by way of
 nodes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -72,11 +72,8 @@ class TwoLevel(Reduced):
         channel.levels = self.hierarchy = Levels(hierarchy)
         self.levels = partial(self.reduce, self.exchange(self.hierarchy))
 
-    def run(
-        self, others: Mapping[str, Callable[[], object]], iterations: int
-    ) -> tuple[dict[str, float], int]:
-        """Median seconds of each way, "flat" and "levels" last, interleaved; and how often "levels"
-        was called for that."""
+    def run(self, iterations: int, **others: Callable[[], object]) -> dict[str, float]:
+        """Median seconds of each way, interleaved."""
         ways: dict[str, Callable[[], object]] = {
             **others,
             "flat": self.reduce,
@@ -89,9 +86,7 @@ class TwoLevel(Reduced):
             iterations, min(int(SPAN / sum(calls[name] * s for name, s in once.items())), MOST)
         )
         timings = {name: partial(self.timed, way, calls[name]) for name, way in ways.items()}
-        return harness.medians(timings, iterations, warm=WARM), 1 + (WARM + iterations) * calls[
-            "levels"
-        ]
+        return harness.medians(timings, iterations, warm=WARM)
 
 
 def trials(
@@ -105,7 +100,7 @@ def trials(
     """Both ways at the sizes of ``ladder``, until one takes long."""
     found: list[BufferTrial] = []
     for numel in ladder:
-        took, _ = TwoLevel(numel, codec, channel, hierarchy).run({}, iterations)
+        took = TwoLevel(numel, codec, channel, hierarchy).run(iterations)
         found.append(BufferTrial(numel, took["flat"], took["levels"]))
         if took["flat"] > ENOUGH:
             break

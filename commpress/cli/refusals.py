@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from commpress.cli import launchers
 from commpress.cli.contenders import names
@@ -26,18 +26,16 @@ from commpress.collectives.nodes import MOST as MOST_RANKS
 from commpress.collectives.nodes import Topology
 from commpress.errors import InvalidArgument, MissingPackage
 from commpress.integrations.trainers.launcher import place
-from commpress.plan.grid import RINGS, MeshDims, dims_of, speeds_of
-from commpress.plan.pair_links import load_pairs
+from commpress.plan.cluster import RINGS
 from commpress.units import parse_bytes, parse_nodes
 
 T = TypeVar("T")
 AUTO = "auto"  # as codec="auto"
-COMPARED = ({"powersgd1", "sign"}, {"plain", AUTO})  # by bench train --check
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # ---------------------------------------------------------------- words of one option
 
-contenders, nodes, dims = names, Topology.parse, dims_of
+contenders, nodes = names, Topology.parse
 
 
 def topology(text: str) -> None:
@@ -170,43 +168,18 @@ def bench_io(options: argparse.Namespace) -> None:
     size, chunks = parse_bytes(options.size), options.chunks
     if min(chunks) < 1 << 20 or not size or size % max(chunks):
         raise InvalidArgument("--chunks must be at least 1MiB and divide --size")
-    if options.check and (options.no_fio or not shutil.which("fio")):
-        raise InvalidArgument("--check compares with fio: apt-get install fio")
 
 
 def bench_train(options: argparse.Namespace) -> None:
-    variants = variants_of(options.ways)
-    if options.check and not any(compared <= set(variants) for compared in COMPARED):
-        raise InvalidArgument(
-            "--check compares sign and powersgd1, or auto and plain: name both in --ways"
-        )
     launched()
 
 
 # ---------------------------------------------------------------- predictions
 
-OF_MESH = "pairs dims speeds batch length micro experts experts_per_token"
-
 
 def plan(options: argparse.Namespace) -> None:
     _model(options)
-    if options.mesh:
-        _unused(options, "--mesh", "gradients cores")
-        if options.memory.keys() - {"device"}:
-            raise InvalidArgument(
-                f"--memory has {', '.join(options.memory)}: grids keep all on the device, expected "
-                "device=SIZE"
-            )
-        if options.experts and options.parameters:
-            no_experts(options)
-    else:
-        _unused(options, "a plan without --mesh", OF_MESH)
-    if options.pairs:
-        _unused(options, "--pairs", "nodes link links inside")
-        size = _found("pairs", options.pairs, load_pairs).size
-    else:
-        size = _cluster(options).size
-    speeds_of(options.speeds, size)
+    _cluster(options)
     planned_codecs(options)
 
 
@@ -218,21 +191,11 @@ def _unused(options: argparse.Namespace, what: str, names: str) -> None:
             raise InvalidArgument(f"{option} changes nothing in {what}: leave it out")
 
 
-def no_experts(options: argparse.Namespace) -> NoReturn:
-    raise InvalidArgument(
-        f"--experts is {options.experts}, but no parameter of the model is named after experts: "
-        "give its --config, or leave --experts out"
-    )
-
-
 def planned_codecs(options: argparse.Namespace) -> None:
     """The codecs that a plan is to choose from."""
     for way in options.allow:
-        if way not in RINGS and (way != "local" or options.mesh) and not _comes(way, options):
+        if way not in RINGS and way != "local" and not _comes(way, options):
             _found("allow", way, codec_named)
-    dims = _found("dims", options.dims, dims_of)
-    if not any(_comes(name, options) for name in dims.values()):
-        _found("dims", options.dims, lambda text: MeshDims(**dims))
 
 
 def _comes(name: str, options: argparse.Namespace) -> bool:

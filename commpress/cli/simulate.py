@@ -7,9 +7,8 @@ from time import perf_counter
 
 from commpress.cli import cluster_options, harness, terminal
 from commpress.cli.refusals import simulated_ways, trains
-from commpress.plan.cluster import Cluster
+from commpress.plan.cluster import RINGS, Cluster
 from commpress.plan.costs import Costs
-from commpress.plan.grid import RINGS
 from commpress.plan.model import Model
 from commpress.plan.ways import Scenario, simulate_buffer
 from commpress.tiered_mem import parse_bytes

@@ -5,7 +5,7 @@ Every candidate is simulated with the collectives it would run. Memory is counte
 each keeps for n parameters in float32; activations are not in it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,16 +90,9 @@ def recommended(found: Sequence[Candidate], ways: Sequence[str] = CHOSEN) -> Can
             "candidates"
         )
     able.sort(key=lambda c: (order[c.codec], c.seconds))
-    best: Candidate = finest_near(able, lambda c: c.codec == PLAIN)
-    return best
-
-
-def finest_near(found: Sequence[Any], exact: Callable[[Any], bool]) -> Any:
-    """The first, of the finest to the coarsest, within ``MARGIN`` of the fastest, or ``AT_ALL`` if
-    it is exact."""
-    least = min(step.seconds for step in found)
+    least = min(c.seconds for c in able)
     return next(
-        step for step in found if step.seconds * (1 - (AT_ALL if exact(step) else MARGIN)) <= least
+        c for c in able if c.seconds * (1 - (AT_ALL if c.codec == PLAIN else MARGIN)) <= least
     )
 
 

@@ -12,6 +12,7 @@ from commpress.errors import InvalidArgument
 from commpress.units import UNLIMITED
 
 CALL = 2e-5  # seconds of one kernel call, whatever its size
+RINGS = {"plain": 4, "bf16-ring": 2}  # ways to average that are no codec → bytes of an element
 LEAST = 1e-5  # seconds of a latency, where measured processor time leaves less
 
 

@@ -19,9 +19,8 @@ from commpress.collectives.levels import Levels
 from commpress.collectives.two_level import hierarchy_of
 from commpress.feedback import ErrorFeedback, ResidualStore
 from commpress.kernels.pieces import Pieces
-from commpress.plan.cluster import Cluster
+from commpress.plan.cluster import RINGS, Cluster
 from commpress.plan.costs import Costs
-from commpress.plan.grid import RINGS
 from commpress.plan.model import Model, ModelBucket, Shape, bucket_of
 from commpress.plan.network import Network, SizedTransport
 from commpress.plan.ring import ring_allreduce

@@ -9,9 +9,9 @@ machine that runs it. It calls nothing of Numba: the memory functions that it ne
 kernel is called with a frame (``kinds``).
 """
 
+import argparse
 import json
 import re
-import sys
 import zlib
 from importlib import import_module
 from pathlib import Path
@@ -235,4 +235,10 @@ def write(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+    parser = argparse.ArgumentParser(
+        prog="python -m commpress.kernels.cpu.build",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER, metavar="FOLDER")
+    write(parser.parse_args().folder)

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import codec as bench_codec
+import exposed
 import loss as bench_loss
 import plan as bench_plan
 import simulate as bench_simulate
@@ -87,8 +88,8 @@ def test_bars_of_training_steps():
         return bench_train.TrainedVariant(name, step, exposed, None, 2.0, 1)
 
     rows = [measured(name, step) for name, step in (("plain", 1.0), ("sign", 0.9), ("auto", 0.93))]
-    assert holding(bench_train.judge(rows)) == [True, True]
+    assert holding(exposed.judge(rows)) == [True, True]
     rows[-1].step_seconds = 1.01
-    assert holding(bench_train.judge(rows)) == [True, False]
+    assert holding(exposed.judge(rows)) == [True, False]
     rows = [measured("compute", 1.0), measured("powersgd1", 2.0, 1.0), measured("sign", 1.4, 0.4)]
-    assert holding(bench_train.judge(rows)) == [True, False]
+    assert holding(exposed.judge(rows)) == [True, False]

@@ -336,11 +336,8 @@ def test_every_command_that_a_page_shows_is_one(page, monkeypatch, tmp_path):
         for word in arguments:
             if word.endswith(".json") and "/" not in word:
                 Path(word).write_text('{"model_type": "gpt2"}')
-            elif word.endswith(".pt") and "/" not in word:
-                torch.save({"weight": torch.ones(2)}, word)
         own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-        commands, words = cli.asked(own) if program == "commpress" else (parser(), own)
-        commands.parse_args(words)
+        (cli.parser() if program == "commpress" else parser()).parse_args(own)
 
 
 def test_commands_are_found_in_blocks_and_between_words():
@@ -353,3 +350,39 @@ def test_commands_are_found_in_blocks_and_between_words():
         ("benchmarks", ["fsdp"]),
         ("commpress", ["plan", "--nodes", "2x1"]),
     ]
+
+
+# ---------------------------------------------------------------- the store beside fio
+
+FIO = """#!/bin/sh
+for word in "$@"; do case $word in --rw=*) verb=${word#--rw=};; esac; done
+case "$*" in *--ioengine=psync*) exit 1;; *--ioengine=libaio*) took=200.5;; *) took=100.5;; esac
+echo "warning"
+echo "{\\"jobs\\": [{\\"$verb\\": {\\"io_bytes\\": 32000000, \\"runtime\\": $took}}]}"
+"""
+
+
+def test_the_store_is_held_against_the_fastest_engine_of_fio(tmp_path, monkeypatch, capsys):
+    """With a program in place of fio that says 320 MB/s, half of it with libaio, and has no
+    psync."""
+    fio, folder = tmp_path / "bin" / "fio", tmp_path / "store"
+    for made in (fio.parent, folder):
+        made.mkdir()
+    fio.write_text(FIO)
+    fio.chmod(0o700)
+    monkeypatch.setenv("PATH", str(fio.parent), prepend=os.pathsep)
+    line = f"--directory {folder} --size 32MiB --chunks 4MiB --rounds 1 --engine threads"
+    out = tmp_path / "rows.json"
+    status = main(["store_io", *line.split(), "--check", "--json", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [(r["verb"], r["fio_engine"]) for r in rows] == [
+        ("write", "io_uring"),
+        ("read", "io_uring"),
+    ]
+    assert [r["fio"] for r in rows] == pytest.approx([320e6, 320e6])
+    assert [r["of_fio"] for r in rows] == pytest.approx([r["store"] / 320e6 for r in rows])
+    assert status == any(r["of_fio"] < 0.95 for r in rows)
+    assert [*folder.iterdir()] == []
+    fio.write_text("#!/bin/sh\nexit 1\n")
+    assert main(["store_io", *line.split()]) == 2
+    assert "fio has none of the engines" in capsys.readouterr().err

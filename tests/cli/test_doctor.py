@@ -7,7 +7,6 @@ import pytest
 
 from commpress.cli import doctor, main
 from commpress.cli.doctor import Finding, looked_at
-from commpress.kernels.cpu import calls as cpu_calls
 
 
 def commpress(*arguments: object) -> int:
@@ -29,7 +28,6 @@ def test_one_screen(compiled, tmp_path, capsys):
         "engine threads",
         "free of",
         "lo: MTU",
-        "wall clock",
     ):
         assert phrase in said
     assert [*tmp_path.iterdir()] == []
@@ -60,37 +58,6 @@ def test_mpi_missing_or_dumb(monkeypatch):
     assert "does not start an MPI" in finding.what
     monkeypatch.setattr(doctor, "answer", lambda command: "Some MPI v1")
     assert next(doctor.mpi()) == Finding("ok", "mpi4py 4.1 on Some MPI v1")
-
-
-def test_torch_that_lends_no_threads(monkeypatch):
-    monkeypatch.setattr(cpu_calls, "entry", lambda: None)
-    assert "threads of their own" in doctor.kernel_threads().what
-    monkeypatch.setattr(cpu_calls, "entry", object)
-    assert doctor.kernel_threads() == Finding("ok", "the CPU kernels run on the threads of torch")
-
-
-@pytest.mark.parametrize(
-    ("nice", "short", "state", "said"),
-    [
-        (-10, True, "ok", "short time slices, priority raised by 10"),
-        (0, True, "note", "gets short time slices only"),
-        (-10, False, "note", "gets priority raised by 10 only"),
-        (0, False, "note", "waits for its turn"),
-    ],
-)
-def test_what_precedence_the_kernel_gives(monkeypatch, nice, short, state, said):
-    monkeypatch.setattr(doctor.os, "getpriority", lambda which, who: 0)
-    monkeypatch.setattr(doctor.thread_priority, "raise_own", lambda: True)
-    monkeypatch.setattr(doctor.thread_priority, "own", lambda: (nice, short))
-    finding = doctor.precedence()
-    assert finding.state == state
-    assert said in finding.what
-
-
-def test_asking_for_precedence_changes_no_other_thread():
-    before = doctor.thread_priority.own()
-    doctor.precedence()
-    assert doctor.thread_priority.own() == before
 
 
 def test_gloo_gets_an_interface_that_is_not_there(monkeypatch):

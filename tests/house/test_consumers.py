@@ -1,7 +1,9 @@
 """Reinforcement learning on uneven ranks, as an example has it: it learns, and ranks stay alike."""
 
 import runpy
+from itertools import product
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -11,6 +13,20 @@ from gallery import alike, flat
 
 def example(name):
     return runpy.run_path(str(sources.ROOT / "examples" / f"{name}.py"))
+
+
+@pytest.mark.parametrize("speeds", [[1.0, 1.0, 0.25], [0.31, 1.9, 0.77], [1.0, 1e-9, 1.0]])
+def test_no_division_of_environments_ends_earlier(speeds):
+    """Against all of them that leave no rank without one."""
+    total = 10
+
+    def ends(division):
+        return max(n / speed for n, speed in zip(division, speeds, strict=True))
+
+    every = [each for each in product(range(1, total), repeat=3) if sum(each) == total]
+    found = example("many_environments")["shares"](total, speeds)
+    assert sum(found) == total
+    assert ends(found) == pytest.approx(min(map(ends, every)))
 
 
 def carts(speeds):

@@ -427,3 +427,11 @@ def test_the_bitcode_of_a_wheel_becomes_machine_code_of_aarch64(family, monkeypa
             code = compiled._optimised(made.module, f"{family}.{kernel}.{i}")
             assert struct.unpack_from("<H", code, 18) == (183,), "aarch64"
             assert undefined(code) <= {"malloc", "free", "memset", "memcpy", "memmove"}
+
+
+def test_the_command_that_makes_bitcode_shows_help_and_makes_nothing(tmp_path):
+    command = [sys.executable, "-m", "commpress.kernels.cpu.build", "--help"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0
+    assert "commpress.kernels.cpu.build FOLDER" in ran.stdout
+    assert [*tmp_path.iterdir()] == []

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commpress.cli.gpt import GPT, batch, standard_library
+from commpress.codecs.planned import Planned, load_plan
 from commpress.errors import InvalidArgument
 from commpress.plan.assignment import assign, bytes_of, cheapest, errors_of
 
@@ -88,6 +89,19 @@ def gpt_gradients(steps=8):
         model(*batch(library, 8, 32, draws)).backward()
         optimizer.step()
     return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_a_file_of_assigned_rules_gives_a_loud_layer_more_bytes(compiled, tmp_path):
+    draws = torch.Generator().manual_seed(0)
+    gradients = {
+        name: torch.randn(256, 512, generator=draws) * scale
+        for name, scale in (("loud", 100.0), ("quiet", 0.01))
+    }
+    Planned("int4", assign(gradients, ranks=2).rules, why="").save(tmp_path / "plan.json")
+    plan = load_plan(tmp_path / "plan.json")
+    assert set(plan.rules) == set(gradients)
+    loud, quiet = (plan.choose(name, 10**6) for name in gradients)
+    assert loud.row_bytes(4096) > quiet.row_bytes(4096)
 
 
 def test_a_gpt_needs_fewer_bytes_at_the_error_of_four_bits(compiled):

@@ -207,34 +207,10 @@ def test_the_command_writes_what_hook_and_backend_read(command):
     assert group_options_from("plan.json") is None
 
 
-def test_the_command_gives_every_layer_a_codec_of_its_own(compiled, command):
-    draws = torch.Generator().manual_seed(0)
-    gradients = {
-        name: torch.randn(p.shape, generator=draws) * (100 if name == "1.weight" else 0.01)
-        for name, p in make_model().named_parameters()
-    }
-    torch.save(gradients, "gradients.pt")
-    line = [*PLAN, "--model", f"{__name__}:make_model", "--nodes", "2x1"]
-    line += ["--gradients", "gradients.pt", "--link"]
-    status, said, _ = command(*line, "10mbit,100us")
-    assert status == 0
-    assert "times fewer bytes than int4" in said
-    plan = load_plan("plan.json")
-    assert set(plan.rules) == set(gradients)
-    loud, quiet = plan.choose("1.weight", 10**6), plan.choose("0.weight", 10**6)
-    assert loud.row_bytes(4096) > quiet.row_bytes(4096)
-    assert "--gradients changes nothing: plain" in command(*line, "none,1us")[1]
-
-
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ([*PLAN, *SMALL, "--length", "64"], "--length changes nothing in a plan without --mesh"),
-        ([*PLAN, *SMALL, "--pairs", __file__], "--pairs changes nothing in a plan without"),
-        ([*PLAN, *SMALL, "--mesh", "--cores", "2"], "--cores changes nothing in --mesh"),
-        ([*PLAN, *SMALL, "--mesh", "--pairs", __file__, "--nodes", "2x2"], "nothing in --pairs"),
         ([*PLAN, *SMALL, "--links", __file__, "--nodes", "2x2"], "--nodes changes nothing"),
-        ([*PLAN, *SMALL, "--mesh", "--allow", "local"], "--allow has 'local'"),
         ([*SIMULATE, "--compute-ms", "5"], "--compute-ms changes nothing in an all-reduce"),
         ([*SIMULATE[:3], "--layered"], "--layered changes nothing in nodes of one rank"),
         ([*SIMULATE, *SMALL, "--compute-ms", "5", "--bytes", "1KiB"], "--bytes changes nothing"),

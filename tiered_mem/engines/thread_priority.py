@@ -16,7 +16,7 @@ import platform
 import struct
 import sys
 
-SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274}  # getattr is the next number
+SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274}
 # size, policy, flags, niceness, priority, ns of a slice, and two unused fields
 ATTRIBUTES = "<IIQiIQQQ"
 SLICE = 100_000  # ns, the smallest possible
@@ -40,18 +40,3 @@ def raise_own() -> bool:
         == 0
         for asked in (nice - NICER, nice)
     )
-
-
-def own() -> tuple[int, bool]:
-    """Return the calling thread's niceness, and whether its time slices are as short as
-    ``raise_own`` requests."""
-    number = SETATTR.get(platform.machine())
-    if sys.platform != "linux" or number is None:
-        return 0, False
-    found = ctypes.create_string_buffer(48)
-    if ctypes.CDLL(None).syscall(
-        ctypes.c_long(number + 1), ctypes.c_long(0), found, ctypes.c_long(48), ctypes.c_long(0)
-    ):
-        return 0, False
-    _, _, _, nice, _, slice_, _, _ = struct.unpack(ATTRIBUTES, found.raw)
-    return nice, slice_ == SLICE
