@@ -387,13 +387,14 @@ def _optimizer(model: torch.nn.Module, run: Run, transport: Transport) -> torch.
     if name == "Muon":
         hidden = [p for key, p in named.items() if p.ndim == 2 and key.startswith("blocks.")]
         rest = [p for p in named.values() if all(p is not other for other in hidden)]
+        codecs: dict[str, Any] = {"codec": None, "update_codec": None} if codec == "none" else {}
         return commpress.Muon(
             [{"params": hidden}, {"params": rest, "use_muon": False, "lr": run.rate}],
             run.rate,
             adjust_lr_fn="match_rms_adamw",
             adamw={"betas": (0.9, 0.99), "weight_decay": 0.1},
             transport=transport,
-            **({"codec": None, "update_codec": None} if codec == "none" else {}),
+            **codecs,
         )
     kind: Any = getattr(commpress, name)
     return kind(
