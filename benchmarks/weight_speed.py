@@ -75,7 +75,7 @@ def _line(rate: float | None, floats: np.ndarray, rng: np.random.Generator, time
 
 
 def _rounded(floats: np.ndarray) -> np.ndarray:
-    """As bfloat16."""
+    """Round to bfloat16, seen as integers."""
     return (floats.view(np.uint32) + 0x8000 >> 16).astype(np.uint16)
 
 

@@ -363,7 +363,7 @@ echo "{\\"jobs\\": [{\\"$verb\\": {\\"io_bytes\\": 32000000, \\"runtime\\": $too
 
 
 def test_the_store_is_held_against_the_fastest_engine_of_fio(tmp_path, monkeypatch, capsys):
-    """With a program in place of fio that says 320 MB/s, half of it with libaio, and has no
+    """A program in place of fio says 320 MB/s, half of it with libaio, and has no
     psync."""
     fio, folder = tmp_path / "bin" / "fio", tmp_path / "store"
     for made in (fio.parent, folder):

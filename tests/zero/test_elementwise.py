@@ -269,7 +269,7 @@ def test_who_mixes_elements_of_a_tensor_gets_whole_ones_from_a_store(store, kind
 
 
 def test_state_that_no_trial_has_shown_is_refused_in_the_first_step(store):
-    """Of tensors larger than those that are tried: it would begin anew in each step."""
+    """Tensors larger than those that are tried have other state, which would be lost."""
 
     class FromALengthOn(Lamb):
         def move(self, p, g, state, lr):

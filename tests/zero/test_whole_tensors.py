@@ -36,7 +36,7 @@ class Deep(nn.Module):
 
 
 def train(net, optimizers, steps, first=0, micro_batches=1):
-    """In the first two steps layer 4 has no gradient."""
+    """Train; layer 4 has no gradient in the first two steps."""
     for step in range(first, first + steps):
         for part in range(micro_batches):
             draw = torch.Generator().manual_seed(10 * step + part)

@@ -100,7 +100,7 @@ def _ones(typing, word):
 
 @intrinsic
 def _divide(typing, values, at, lasts, masks, group):
-    """For each class, bit i of its mask of this group is 1 where values[at + i] belongs to it."""
+    """Set bit i of a class's mask of this group where values[at + i] belongs to the class."""
 
     def generate(*of):
         code, (_, at, lasts, _, group) = _Emitted(*of), of[3]
