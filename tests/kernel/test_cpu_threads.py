@@ -110,6 +110,7 @@ def test_many_callers_at_once(threads):
 
 
 @openmp
+@pytest.mark.parametrize("threads", ["torch's"], indirect=True)
 def test_they_are_the_threads_that_torch_has_started(threads, monkeypatch):
     torch.ones(1 << 20).add_(1)
     before, meet = tasks(), threading.Barrier(threads, timeout=60)
