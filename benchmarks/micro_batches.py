@@ -11,10 +11,14 @@ first one to know its order.
 computing alone. "of the formula" compares what model and store have exchanged with 8 bytes read and
 4 written for each parameter, and with as many for each micro-batch one by one; what host memory
 holds is not read from the disk. "resident" is the most memory that the process had (VmHWM); "bits"
-compares losses and all that the store has with those of the first variant.
+compares losses and all that the store has with those of the first variant of as many layers.
+  --in-ram N      layers of the variants in RAM, where there is no room for all: their seconds count
+                  for as many layers as the others have
+  --rate GB/s     hold the disk to so much, reads and writes together, as if it were a slower one
 
   python benchmarks micro_batches
-  python benchmarks micro_batches --layers 22 --steps 1 --check           1109 million parameters
+  python benchmarks micro_batches --layers 22 --in-ram 4 --steps 1 --check  1109 million parameters
+  python benchmarks micro_batches --rate 1 --steps 1 --check
 """
 
 import argparse
@@ -26,6 +30,7 @@ from time import perf_counter
 import torch
 
 import commpress
+import slower_disk
 from commpress.checksum import checksum_of
 from commpress.cli import harness, terminal
 from commpress.cli.gpt import GPT, batch, standard_library
@@ -51,6 +56,7 @@ class Measured:
     resident: int
     bits: str
     parameters: int
+    layers: int
 
     @property
     def seconds(self) -> float:
@@ -60,6 +66,8 @@ class Measured:
 def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--width N", int, 2048, "of the model")
     option(parser, "--layers N", int, 8, "of the model")
+    option(parser, "--in-ram N", int, None, "layers of the variants in RAM (default: all)")
+    option(parser, "--rate GB/s", float, None, "of the disk (default: what it has)")
     option(parser, "--micro-batches N", int, 8, "of a step")
     option(parser, "--batch N", int, 2, "sequences of a micro-batch")
     option(parser, "--length N", int, 32, "tokens of a sequence")
@@ -79,6 +87,12 @@ def run(options: argparse.Namespace) -> int:
     counts = ("width", "layers", "micro_batches", "batch", "length", "steps", "threads", "host")
     if min(getattr(options, name) for name in counts) < 1:
         raise InvalidArgument(f"--{', --'.join(counts).replace('_', '-')} must be at least 1")
+    if options.in_ram is None:
+        options.in_ram = options.layers
+    if not 1 <= options.in_ram <= options.layers:
+        raise InvalidArgument(f"--in-ram is {options.in_ram}, expected 1 to {options.layers}")
+    if options.rate is not None and not options.rate > 0:
+        raise InvalidArgument(f"--rate is {options.rate:g}, expected GB/s above zero")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         measured = in_turns(VARIANTS, train, WARM + options.steps, options, folder)
     title = (
@@ -87,13 +101,15 @@ def run(options: argparse.Namespace) -> int:
     )
 
     def cells(m: Measured) -> dict[str, str]:
-        return cells_of(m, measured[0])
+        return cells_of(m, measured)
 
     print(title, terminal.table(list(map(cells, measured))), sep="\n")
     return harness.deliver(options, measured, judge=judge)
 
 
-def cells_of(m: Measured, base: Measured) -> dict[str, str]:
+def cells_of(m: Measured, every: list[Measured]) -> dict[str, str]:
+    base = every[0]
+    like = next(other for other in every if other.layers == m.layers)
     return {
         "way": m.name,
         "forward and backward, s": f"{m.passes:.2f}",
@@ -104,7 +120,7 @@ def cells_of(m: Measured, base: Measured) -> dict[str, str]:
         "written, GiB": f"{m.written / 2**30:.2f}",
         "of the formula": " ".join(f"{share:.3f}" for share in m.of_formula),
         "resident, GiB": f"{m.resident / 2**30:.2f}",
-        "bits": "equal" if m.bits == base.bits else "differ",
+        "bits": "equal" if m.bits == like.bits else "differ",
     }
 
 
@@ -124,7 +140,10 @@ def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
             faster >= POSSIBLE * most,
         ),
         (f"bytes are those of the formula within {EXACT:.0%}", close),
-        ("bits are equal", all(m.bits == one.bits for m in measured)),
+        (
+            "bits are equal",
+            len({m.bits for m in measured}) == len({m.layers for m in measured}),
+        ),
     ]
 
 
@@ -132,21 +151,24 @@ def train(name: str, options: argparse.Namespace, folder: str) -> Steps:
     """One variant of ``in_turns``."""
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
+    on_disk = name.endswith("disk")
+    layers = options.layers if on_disk else options.in_ram
     with torch.device("meta"):
         net = GPT(
             width=options.width,
-            layers=options.layers,
+            layers=layers,
             heads=max(1, options.width // 64),
             length=options.length,
         )
     count = sum(p.numel() for p in net.parameters())
     whole = 16 * count + (2 << 30)
-    on_disk = name.endswith("disk")
     host = options.host << 20 if on_disk else whole
     text, data = standard_library(), torch.Generator().manual_seed(1)
     passes, updates, losses = list[float](), list[float](), list[float]()
     moved = [0, 0, 0, 0]
     with commpress.TieredStore.open(f"{folder}/{name}", host=host) as store:
+        if options.rate is not None:
+            slower_disk.hold(store, options.rate)
         streamed = commpress.stream(net, store=store, chunk_mb=16)
         optimizer = commpress.Offloaded(
             net.parameters(),
@@ -193,8 +215,8 @@ def train(name: str, options: argparse.Namespace, folder: str) -> Steps:
     times = 1 if name.startswith("together") else options.micro_batches
     return Measured(
         name,
-        median(passes[WARM:]),
-        median(updates[WARM:]),
+        median(passes[WARM:]) * options.layers / layers,
+        median(updates[WARM:]) * options.layers / layers,
         options.micro_batches * options.batch * options.length,
         read,
         written,
@@ -202,6 +224,7 @@ def train(name: str, options: argparse.Namespace, folder: str) -> Steps:
         resident(),
         " ".join(map(str, bits)),
         count,
+        layers,
     )
 
 

@@ -10,12 +10,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 import torch
 
+import commpress
 import encoders
 import hierarchical
+import slower_disk
 import sources
 from commands import main, parser
 from commpress import cli
@@ -230,6 +233,36 @@ def test_micro_batches_together_train_the_same_bits(tmp_path):
     rows = run(f"micro_batches {small} --folder {tmp_path}", tmp_path)["rows"]
     assert len({row["bits"] for row in rows}) == 1
     assert all(0.8 < share < 1.01 for row in rows for share in row["of_formula"])
+    small += f" --in-ram 1 --rate 0.1 --folder {tmp_path}"
+    rows = run(f"micro_batches {small}", tmp_path)["rows"]
+    assert [row["layers"] for row in rows] == [2, 2, 1, 1]
+    assert rows[0]["bits"] == rows[1]["bits"] != rows[2]["bits"] == rows[3]["bits"]
+
+
+def test_a_disk_held_to_a_rate_takes_the_time_and_keeps_the_bytes(tmp_path):
+    rate, nbytes = 0.05, 8 << 20
+    wanted = torch.randn(nbytes // 4)
+    with commpress.TieredStore.open(tmp_path / "store", host="16MiB") as store:
+        slower_disk.hold(store, rate)
+        store.put("x", wanted)
+        begin = perf_counter()
+        store.commit()
+        took = perf_counter() - begin
+        assert nbytes / rate / 1e9 <= took < 3
+    with commpress.TieredStore.open(tmp_path / "store", host="16MiB") as store:
+        slower_disk.hold(store, rate)
+        begin = perf_counter()
+        with store.borrow("x", write=False) as held:
+            assert torch.equal(held, wanted)
+        assert perf_counter() - begin >= nbytes / rate / 1e9
+
+
+@pytest.mark.parametrize(
+    ("words", "says"), [("--in-ram 9", "expected 1 to 8"), ("--rate 0", "above zero")]
+)
+def test_settings_of_micro_batches_that_do_not_fit(words, says, capsys):
+    assert main(f"micro_batches {words}".split()) == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.slow
