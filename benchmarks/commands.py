@@ -24,6 +24,7 @@ import local_loss
 import local_speed
 import loss
 import micro_batches
+import muon_step
 import observe
 import optimizer
 import parking
@@ -70,6 +71,7 @@ BENCHMARKS = (
     local_speed,
     loss,
     micro_batches,
+    muon_step,
     observe,
     optimizer,
     parking,

@@ -129,6 +129,17 @@ def test_low_rank_beside_torch(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_step_of_muon_beside_torch(tmp_path):
+    rows = run(f"muon_step --ranks 2 --rounds 1 --steps 1 {SMALL}", tmp_path)["rows"]
+    assert [row["variant"] for row in rows] == ["torch", "compute", "none", "coded"]
+    torchs, _, exact, coded = rows
+    assert exact["loss"] == pytest.approx(torchs["loss"], abs=1e-5)
+    assert coded["loss"] == pytest.approx(torchs["loss"], abs=0.05)
+    if coded["sent_bytes"] is not None:
+        assert coded["sent_bytes"] < exact["sent_bytes"]
+
+
+@pytest.mark.slow
 def test_sharded_steps_send_fewer_bytes(tmp_path):
     rows = run(f"fsdp --ranks 2 --rounds 1 --steps 1 {SMALL} --ways plain,int8", tmp_path)["rows"]
     assert [row["variant"] for row in rows] == ["plain", "int8"]
