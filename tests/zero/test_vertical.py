@@ -86,6 +86,24 @@ def test_inputs_of_blocks_may_be_in_another_tier(store, tmp_path, codec):
     check(streamed, other)
 
 
+def test_larger_blocks_keep_fewer_inputs(store, tmp_path):
+    nets = untied(), untied()
+    for each in nets:
+        each.layers = nn.ModuleList([nn.Sequential(*each.layers[:2]), *each.layers[2:]])
+    net, other = nets
+    streamed = commpress.stream(net, store=store, blocks=[nn.Sequential, type(other.layers[1])])
+    with open_store(tmp_path / "tier", host="1MiB") as beside:
+        tier = commpress.activations(beside, budget=0, min_bytes=1)
+        assert accumulated(streamed, net, 0, activations=tier) == horizontal(other, 0)
+        assert tier.counters.saved == PARTS * 2 * 4 * 2 * 8 * WIDTH
+    optimizer, twin = offloaded(net, store), torch.optim.AdamW(groups(other), **OPTIONS)
+    assert accumulated(streamed, net, 0) == horizontal(other, 0)
+    clip(other.parameters(), 0.5)
+    optimizer.step()
+    twin.step()
+    check(streamed, other)
+
+
 def test_inputs_of_blocks_in_eight_bits(store, tmp_path):
     """Forward is exact, and the comparison of blocks leaves room for what the codec changes."""
     net, other = untied(), untied()
