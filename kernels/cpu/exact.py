@@ -57,9 +57,8 @@ def encode(old: np.ndarray | None, new: np.ndarray, kind: int = law.PLAIN) -> by
             found, limit = head + room[:size].tobytes(), len(head) + size
     if kind != law.PLAIN and 5 * limit > 3 * new.nbytes:
         whole = law.whole_groups(new)
-        tops = whole if kind == law.BFLOAT16 else whole >> np.uint32(16)
         room = _scratch.room(law.exponent_bytes(len(whole), kind) + len(whole))
-        size = loops.split(whole, law.window(tops), room)
+        size = loops.split(whole, _scratch.table, room)
         if 0 < size < limit:
             found = room[:size].tobytes()
     return found or bytes([law.RAW]) + new.tobytes()

@@ -22,6 +22,7 @@ from commpress.kernels.exact_format import (
     KEYS,
     LONGEST,
     PLANES,
+    SAMPLE,
     WINDOW,
 )
 
@@ -543,11 +544,29 @@ def _join(typing, code, low, half, plane, base, target, at):
     return types.uint64(code, *[types.intp] * 4, target, types.intp), generate
 
 
-@kernel(values=(HALVES, WORDS), base=I64, out=OCTETS)
 @bare
-def split(values, base, out):
+def _window(values, shift, counts):
+    """The first exponent of the window that has most of a sample. ``counts``: the first row."""
+    for exponent in range(KEYS):
+        counts[0, exponent] = 0
+    for i in range(0, values.size, max(values.size // SAMPLE, 1)):
+        counts[0, np.uint64(values[i]) >> shift & np.uint64(255)] += 1
+    inside = base = most = 0
+    for exponent in range(KEYS):
+        inside += counts[0, exponent]
+        if exponent >= WINDOW:
+            inside -= counts[0, exponent - WINDOW]
+        if inside > most and exponent >= WINDOW - 1:
+            base, most = exponent - WINDOW + 1, inside
+    return base
+
+
+@kernel(values=(HALVES, WORDS), table=TABLE, out=OCTETS)
+@bare
+def split(values, table, out):
     """out := the exponent form of whole groups; its bytes, or −1 where it does not fit."""
     numel, shift = values.size, np.uint64(8 * values.itemsize - 9)
+    base = _window(values, shift, table)
     half = _HEAD_OF_EXPONENTS + numel
     plane = half + numel * (values.itemsize - 2)
     end = plane + numel // GROUP * PLANES
