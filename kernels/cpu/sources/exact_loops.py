@@ -387,7 +387,7 @@ def _read(code, bit, end, k, m, rank, members, steps):
         if not 0 <= rank < members:
             return -1, bit, rank, count
         steps[0, np.uint64(n)], steps[1, np.uint64(n)] = rank, u >> 1 ^ -(u & 1)
-        n += u != 0
+        n += 1
         count += (u != 0) & (step != 0)
     return n, bit, rank, count
 
@@ -442,19 +442,35 @@ def _find(masks, c, counts, steps, n, first, before):
 
 
 @bare
+def _walk(masks, c, steps, n, group, mask):
+    """The same for ranks without gaps. ``mask``: members of ``group`` that are still to come."""
+    for i in range(n):
+        while not mask:
+            group += 1
+            mask = masks[c, group]
+        steps[0, np.uint64(i)] = group * GROUP + _zeros(np.uint64(mask))
+        mask &= mask - 1
+    return group, mask
+
+
+@bare
 def _apply(code, start, end, target, k, m, masks, c, counts, steps):
     """Add the moves of one class, from these bytes; how many moved, or −1 where the code is none of
     such a class. Read, found and added in turns, many at a time, so that no read waits for memory
     and few branches are taken by chance."""
     most = (np.int64(1) << (8 * target.itemsize)) - 1
     members = _count(masks, c, target.size // GROUP, counts)
-    bit, rank, first, before = 8 * start, np.int64(-1), np.int64(0), np.int64(0)
+    bit, rank, before = 8 * start, np.int64(-1), np.int64(0)
+    first = np.int64(-1 if k == EVERY else 0)
     n, total = steps.shape[1], 0
     while n == steps.shape[1]:
         n, bit, rank, count = _read(code, bit, end, k, m, rank, members, steps)
         if n < 0:
             return -1
-        first, before = _find(masks, c, counts, steps, n, first, before)
+        if k == EVERY:
+            first, before = _walk(masks, c, steps, n, first, before)
+        else:
+            first, before = _find(masks, c, counts, steps, n, first, before)
         for i in range(n):
             place = np.uint64(steps[0, np.uint64(i)])
             target[place] = np.int64(target[place]) + steps[1, np.uint64(i)] & most
