@@ -103,7 +103,7 @@ def _ones(typing, word):
 
 @intrinsic
 def _at_most(typing, counts, at, number):
-    """How many of 64 counts, beginning with that at ``at``, are no more than a number."""
+    """The number of counts, of 64 from ``at`` on, that are no more than ``number``."""
 
     def generate(*of):
         code = _Emitted(*of)
