@@ -30,6 +30,7 @@ The planes have the lowest bits of 64 numbers, then their middle and their highe
 The lower halves of float32 are stored unchanged between bytes and planes. A block is padded to a
 multiple of 64 by its own first numbers.
 
+The window is the first of those with the most numbers of a sample of the block, every n-th.
 The encoder takes the shortest form, with RAW as the last resort: a code is at most one byte longer
 than its block. ``tests/weights/exact_law.py`` implements the format in plain NumPy; ``cpu.exact``
 gives the same bytes.
@@ -50,14 +51,6 @@ GROUP, PLANES = 64, 24  # numbers of a group; bytes of its planes
 GROUPS = BLOCK // GROUP
 SAMPLE = 4096  # numbers of a block by which the window is chosen
 PLAIN, BFLOAT16, FLOAT32 = range(3)  # kinds of numbers that the code distinguishes
-
-
-def window(tops: np.ndarray) -> int:
-    """Return the first exponent of the window that contains most of a sample."""
-    exponents = tops[:: max(1, len(tops) // SAMPLE)] >> 7 & 255
-    count = np.cumsum(np.bincount(exponents, minlength=256))
-    inside = count[WINDOW - 1 :] - np.concatenate([[0], count[:-WINDOW]])
-    return int(np.argmax(inside))
 
 
 def sparse_head(code: bytes | memoryview) -> tuple[int, int, list[tuple[int, ...]]]:

@@ -25,7 +25,7 @@ from typing import Any
 from commpress.cli import harness, terminal
 from commpress.cli.option_groups import option
 from commpress.errors import InvalidArgument
-from gpu import codecs, features, groups, machine, memory, runner, training, two_ranks
+from gpu import codecs, features, groups, machine, memory, published, runner, training, two_ranks
 from gpu.runner import Figure, Result, Step
 from shared_options import add_output
 
@@ -48,6 +48,7 @@ STEPS = [
     Step("aligned_rows", two_ranks.aligned_rows, 30, part=2),
     Step("second_device", two_ranks.second_device, 30, part=2),
     Step("features", features.features, 90, part=2),
+    Step("published", published.published, 20, part=2),
     Step("disk", memory.disk, 60, part=2),
     Step("offloaded_billion", memory.offloaded_billion, 120, part=2),
     Step("streaming_large", memory.streaming_large, 300, part=2),

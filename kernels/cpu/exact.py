@@ -11,6 +11,7 @@ from commpress.kernels.cpu.calls import Kernels
 loops = Kernels("exact_loops")
 
 _SPARE = 128  # bytes after a code that the loops may overwrite
+_STEPS = 512  # moves that are read before they are added, few enough for the nearest cache
 
 
 class _Scratch(threading.local):
@@ -20,6 +21,8 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self.table = np.empty((6, law.KEYS), np.int64)
         self.masks = np.empty((law.CLASSES + 1, law.GROUPS), np.int64)
+        self.counts = np.empty(law.GROUPS, np.uint16)
+        self.steps = np.empty((2, _STEPS), np.int64)
         self.code = np.empty(0, np.uint8)
 
     def room(self, size: int) -> np.ndarray:
@@ -54,9 +57,8 @@ def encode(old: np.ndarray | None, new: np.ndarray, kind: int = law.PLAIN) -> by
             found, limit = head + room[:size].tobytes(), len(head) + size
     if kind != law.PLAIN and 5 * limit > 3 * new.nbytes:
         whole = law.whole_groups(new)
-        tops = whole if kind == law.BFLOAT16 else whole >> np.uint32(16)
         room = _scratch.room(law.exponent_bytes(len(whole), kind) + len(whole))
-        size = loops.split(whole, law.window(tops), room)
+        size = loops.split(whole, _scratch.table, room)
         if 0 < size < limit:
             found = room[:size].tobytes()
     return found or bytes([law.RAW]) + new.tobytes()
@@ -88,20 +90,17 @@ def decode(code: bytes | memoryview, target: np.ndarray, kind: int = law.PLAIN) 
 
 def _moved(content: np.ndarray, target: np.ndarray) -> bool:
     try:
-        at, count, heads = law.sparse_head(content.data)
+        _, count, heads = law.sparse_head(content.data)
     except ValueError:
         return False
-    table, masks, whole = _scratch.table, _scratch.masks, law.whole_groups(target, zeros=True)
+    table, whole = _scratch.table, law.whole_groups(target, zeros=True)
     table[0] = law.KEYS - 1
-    table[0, : len(heads)] = [last for last, *_ in heads]
-    loops.divide(whole, table, masks)
-    for members, (_, k, m, size) in zip(masks, heads, strict=False):
-        if (moved := loops.apply(content[at : at + size], whole, members, k, m)) < 0:
-            return False
-        at, count = at + size, count - moved
+    table[:4, : len(heads)] = np.transpose(heads)
+    rooms = _scratch.counts, _scratch.steps
+    moved = loops.apply(content, whole, table, _scratch.masks, len(heads), *rooms)
     if whole is not target:
         target[:] = whole[: len(target)]
-    return not count
+    return moved == count
 
 
 def _joined(content: np.ndarray, target: np.ndarray, kind: int) -> bool:

@@ -15,18 +15,19 @@ from commpress.kernels.exact_format import (
     FLOAT32,
     GROUP,
     HIT,
+    KEYS,
     LONGEST,
     PLAIN,
     PLANES,
     RAW,
     SAME,
+    SAMPLE,
     SPARSE,
     SPARSE_HEAD,
     WINDOW,
     exponent_bytes,
     sparse_head,
     whole_groups,
-    window,
 )
 
 Class = tuple[int, int, int]  # its last key, k and m
@@ -180,6 +181,13 @@ class Reader:
 
 
 # ---------------------------------------------------------------- exponents
+
+
+def window(tops: np.ndarray) -> int:
+    """The first exponent of the window that has most of a sample."""
+    sample = tops[:: max(1, len(tops) // SAMPLE)] >> 7 & 255
+    counts = np.bincount(sample, minlength=KEYS)
+    return int(np.argmax([counts[e : e + WINDOW].sum() for e in range(KEYS - WINDOW + 1)]))
 
 
 def exponents(block: np.ndarray, kind: int) -> bytes:

@@ -127,8 +127,19 @@ def test_a_step_of_one_size_takes_fewer_bytes_than_places_and_moves_without_thei
     _, counts = np.unique(law.signed(new - old), return_counts=True)
     shares = counts / counts.sum()
     without = -(shares * np.log2(shares)).sum() * len(old)
-    bits = 8 * len(exact.encode(old, new, law.BFLOAT16))
-    assert bits < least * without
+    code = exact.encode(old, new, law.BFLOAT16)
+    assert 8 * len(code) < least * without
+    assert np.array_equal(decoded(code, old, law.BFLOAT16), new)
+
+
+@pytest.mark.parametrize("share", [1e-5, 1e-3, 0.03])
+def test_moves_are_found_however_far_they_lie_apart(share):
+    rng = np.random.default_rng(5)
+    old = weights(rng, np.uint16, law.BFLOAT16, law.BLOCK - 7)
+    new = moved(rng, old, share, 2)
+    code = exact.encode(old, new, law.BFLOAT16)
+    assert code[0] == law.SPARSE
+    assert np.array_equal(decoded(code, old, law.BFLOAT16), new)
 
 
 @settings(max_examples=100, deadline=None)

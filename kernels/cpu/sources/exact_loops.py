@@ -6,7 +6,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from commpress.kernels.cpu.kinds import HALVES, I64, INTEGERS, OCTETS, TABLE, WORDS
+from commpress.kernels.cpu.kinds import HALVES, I64, OCTETS, TABLE, WORDS
 from commpress.kernels.cpu.sources.decorators import bare
 from commpress.kernels.cpu.sources.emitted import Emitted
 from commpress.kernels.cpu.sources.kernel import kernel
@@ -22,6 +22,7 @@ from commpress.kernels.exact_format import (
     KEYS,
     LONGEST,
     PLANES,
+    SAMPLE,
     WINDOW,
 )
 
@@ -31,9 +32,14 @@ _HEAD_OF_EXPONENTS, _CLASS = EXPONENT_HEAD.size, CLASS.size
 _ESCAPED = np.uint64(1 << LONGEST)
 _ROOM = 32  # bytes that one number may need, and more
 _LOWEST, _HIGHEST = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)  # of each byte
-_DIAGONAL = np.uint64(0x8040201008040201)  # bit i of byte i
 _WORTH = 64  # a class is one of its own where that saves more than one bit in so many
 _NONE = np.int64(1 << 50)  # in place of a number, where none follows
+_READ = 57  # bits that one read gives at least
+# [rank << 8 | byte]: the place in a byte of the one that has ``rank`` others below it
+_PLACES = np.zeros(8 << 8, np.uint8)
+for _byte in range(256):
+    for _rank, _place in enumerate(i for i in range(8) if _byte >> i & 1):
+        _PLACES[_rank << 8 | _byte] = _place
 
 
 def _vector(element):
@@ -95,6 +101,19 @@ def _ones(typing, word):
     return types.int64(types.uint64), lambda *of: of[1].ctpop(of[3][0])
 
 
+@intrinsic
+def _at_most(typing, counts, at, number):
+    """The number of counts, of 64 from ``at`` on, that are no more than ``number``."""
+
+    def generate(*of):
+        code = _Emitted(*of)
+        numbers = code.spread(code.builder.trunc(code.args[2], _I16))
+        upto = code.builder.icmp_unsigned("<=", code.load(0, code.args[1], _HALVES), numbers)
+        return code.builder.ctpop(code.builder.bitcast(upto, _I64))
+
+    return types.int64(counts, types.intp, types.int64), generate
+
+
 # ---------------------------------------------------------------- sparse
 
 
@@ -121,19 +140,6 @@ def _divide(typing, values, at, lasts, masks, group):
 
 
 @bare
-def _place(mask, rank):
-    """The place of the one that has ``rank`` others below it, without branches."""
-    twos = mask - (mask >> _ONE & _LOWEST * np.uint64(0x55))
-    fours = (twos & _LOWEST * np.uint64(0x33)) + (twos >> np.uint64(2) & _LOWEST * np.uint64(0x33))
-    upto = (fours + (fours >> np.uint64(4)) & _LOWEST * np.uint64(0x0F)) * _LOWEST
-    at = _first_above(upto, rank)
-    rank -= upto << np.uint64(8) >> at & np.uint64(255)
-    spread = (mask >> at & np.uint64(255)) * _LOWEST & _DIAGONAL
-    ones = spread + _LOWEST * np.uint64(0x7F) >> np.uint64(7) & _LOWEST
-    return np.int64(at + (_first_above(ones * _LOWEST, rank) >> np.uint64(3)))
-
-
-@bare
 def _first_above(numbers, rank):
     """Eight times the first of eight bytes that is greater."""
     greater = (numbers | _HIGHEST) - (rank + _ONE) * _LOWEST & _HIGHEST
@@ -145,9 +151,8 @@ def _key(value, itemsize):
     return np.int64(value) << 1 >> (8 * itemsize - 8) & (KEYS - 1)
 
 
-@kernel(values=(OCTETS, HALVES, WORDS), table=TABLE, masks=TABLE)
 @bare
-def divide(values, table, masks):
+def _divide_all(values, table, masks):
     """masks := for each class, those of its members in each group. ``table``: last keys."""
     lasts = table[0, 0], table[0, 1], table[0, 2], table[0, 3]
     for group in range(values.size // GROUP):
@@ -282,7 +287,7 @@ def _put(out, at, held, fill, number, k, bit):
 def pack(old, new, table, masks, classes, out):
     """out := the bits of all classes, whose bytes are in ``table`` then; their sum, or −1 where
     they may not fit."""
-    divide(old, table, masks)
+    _divide_all(old, table, masks)
     at, end = 0, out.size - _ROOM
     for c in range(classes):
         k, m, start, rank, before = table[1, c], table[2, c], at, np.int64(0), np.int64(-1)
@@ -318,14 +323,14 @@ def pack(old, new, table, masks, classes, out):
 
 
 @bare
-def _bits_from(code, bit):
-    """Read at least 57 bits of a code, the first one lowest; zeros follow its end."""
+def _bits_from(code, bit, end):
+    """Read at least 57 bits of a code, the first one lowest; zeros follow its last byte."""
     at = bit >> 3
-    if at + 8 <= code.size:
+    if at + 8 <= end:
         word = _word(code, at)
     else:
         word = np.uint64(0)
-        for i in range(at, code.size):
+        for i in range(at, end):
             word |= np.uint64(code[i]) << np.uint64(8 * (i - at))
     return word >> np.uint64(bit & 7)
 
@@ -334,56 +339,169 @@ def _bits_from(code, bit):
 def _number(word, bit, k):
     """(the number whose Rice code is the first of these bits, the bit behind it), or (``_NONE``,
     the same bit)."""
-    quotient = _zeros(word)
+    number, quotient, length = _short_number(word, k)
     if quotient < LONGEST:
-        rest = word >> np.uint64(quotient + 1) & ((_ONE << np.uint64(k)) - _ONE)
-        return quotient << k | np.int64(rest), bit + quotient + 1 + k
+        return number, bit + length
     if quotient > LONGEST:
         return _NONE, bit
     return np.int64(word >> np.uint64(LONGEST + 1) & np.uint64(0xFFFFFFFF)), bit + LONGEST + 33
 
 
-@kernel(code=OCTETS, target=(OCTETS, HALVES, WORDS), members=INTEGERS, k=I64, m=I64)
 @bare
-def apply(code, target, members, k, m):
-    """Add the moves of a class to its members; how many moved, or −1 where the code is none of such
-    a class."""
-    count, bit, left = 0, np.int64(0), np.int64(0)
+def _short_number(word, k):
+    """(a number, its quotient, the bits of its code); true of quotients below ``LONGEST``."""
+    quotient = _zeros(word)
+    rest = word >> np.uint64(quotient + 1 & 63) & ((_ONE << np.uint64(k)) - _ONE)
+    return quotient << k | np.int64(rest), quotient, quotient + 1 + k
+
+
+@bare
+def _read(code, bit, end, k, m, rank, members, steps):
+    """Read moves of a class until ``steps`` is full: (how many, or −1 where the code is none; the
+    bit behind them; the last rank; how many numbers they move). Ranks are in the first row, moves
+    in the second."""
+    n, count = 0, 0
+    while n < steps.shape[1] and (k != EVERY or rank + 1 < members):
+        word = _bits_from(code, bit, end)
+        step, quotient, length = (1, 0, 0) if k == EVERY else _short_number(word, k)
+        rest = word >> np.uint64(length & 63)
+        u, second, size = np.int64(rest & _ONE), np.int64(0), np.int64(1)
+        if m or k == EVERY:
+            u, second, size = _short_number(rest, m)
+        if max(quotient, second) < LONGEST and length + size <= _READ:
+            bit += length + size
+        else:  # as seldom as a code's end
+            if k != EVERY:
+                step, bit = _number(word, bit, k)
+                if step >= _NONE:
+                    break
+                word = _bits_from(code, bit, end)
+            if m or k == EVERY:
+                u, bit = _number(word, bit, m)
+                if u >= _NONE:
+                    return -1, bit, rank, count
+            else:
+                u, bit = np.int64(word & _ONE), bit + 1
+        u += k != EVERY
+        rank += step
+        if not 0 <= rank < members:
+            return -1, bit, rank, count
+        steps[0, np.uint64(n)], steps[1, np.uint64(n)] = rank, u >> 1 ^ -(u & 1)
+        n += 1
+        count += (u != 0) & (step != 0)
+    return n, bit, rank, count
+
+
+@bare
+def _count(masks, c, groups, counts):
+    """For each group of a class, the members up to each of its eight bytes, in the last row of
+    ``masks``; ``counts``: members of earlier groups among 64. Returns the sum of all."""
+    for group in range(groups):
+        mask = np.uint64(masks[c, group])
+        twos = mask - (mask >> _ONE & _LOWEST * np.uint64(0x55))
+        fours = twos & _LOWEST * np.uint64(0x33)
+        fours += twos >> np.uint64(2) & _LOWEST * np.uint64(0x33)
+        eights = fours + (fours >> np.uint64(4)) & _LOWEST * np.uint64(0x0F)
+        masks[CLASSES, group] = np.int64(eights * _LOWEST)
+    members = np.int64(0)
+    for first in range(0, groups, GROUP):
+        before = np.int64(0)
+        for group in range(first, min(first + GROUP, groups)):
+            counts[group] = before
+            before += masks[CLASSES, group] >> 56
+        members += before
+    for group in range(groups, -(-groups // GROUP) * GROUP):
+        counts[group] = 0xFFFF
+    return members
+
+
+@bare
+def _find(masks, c, counts, steps, n, first, before):
+    """Replace ranks by places. ``first``: a group, at which 64 begin in which the first rank may
+    lie; ``before``: members before it. Returns both for the next ranks.
+
+    Nothing here depends on the rank before but for one branch in 64 groups.
+    """
+    i = 0
+    while i < n:
+        end = before + counts[first + GROUP - 1] + (masks[CLASSES, first + GROUP - 1] >> 56)
+        while i < n and steps[0, np.uint64(i)] < end:
+            rank = steps[0, np.uint64(i)] - before
+            group = np.uint64(first + _at_most(counts, first, rank) - 1)
+            left = np.uint64(rank) - np.uint64(counts[group])
+            upto = np.uint64(masks[CLASSES, group])
+            at = _first_above(upto, left)
+            left -= upto << np.uint64(8) >> at & np.uint64(255)
+            byte = np.uint64(masks[c, group]) >> at & np.uint64(255)
+            place = np.uint64(_PLACES[left << np.uint64(8) | byte])
+            steps[0, np.uint64(i)] = np.int64(group * np.uint64(GROUP) + at + place)
+            i += 1
+        if i < n:
+            first, before = first + GROUP, end
+    return first, before
+
+
+@bare
+def _walk(masks, c, steps, n, group, mask):
+    """The same for ranks without gaps. ``mask``: members of ``group`` that are still to come."""
+    for i in range(n):
+        while not mask:
+            group += 1
+            mask = masks[c, group]
+        steps[0, np.uint64(i)] = group * GROUP + _zeros(np.uint64(mask))
+        mask &= mask - 1
+    return group, mask
+
+
+@bare
+def _apply(code, start, end, target, k, m, masks, c, counts, steps):
+    """Add the moves of one class, from these bytes; how many moved, or −1 where the code is none of
+    such a class. Read, found and added in turns, many at a time, so that no read waits for memory
+    and few branches are taken by chance."""
     most = (np.int64(1) << (8 * target.itemsize)) - 1
-    if k != EVERY:
-        left, bit = _number(_bits_from(code, bit), bit, k)
-        left -= 1
-        if left < 0:
+    members = _count(masks, c, target.size // GROUP, counts)
+    bit, rank, before = 8 * start, np.int64(-1), np.int64(0)
+    first = np.int64(-1 if k == EVERY else 0)
+    n, total = steps.shape[1], 0
+    while n == steps.shape[1]:
+        n, bit, rank, count = _read(code, bit, end, k, m, rank, members, steps)
+        if n < 0:
             return -1
-    for group in range(target.size // GROUP):
-        mask = np.uint64(members[group])
-        inside = _ones(mask)
-        while left < inside:
-            place = _place(mask, np.uint64(left)) if left else _zeros(mask)
-            mask &= ~np.uint64(1) << np.uint64(place)
-            place += group * GROUP
-            inside -= left + 1
-            left = np.int64(-1)
-            while left < 0:  # again at this place
-                word = _bits_from(code, bit)
-                if m or k == EVERY:
-                    u, bit = _number(word, bit, m)
-                    if u >= _NONE:
-                        return -1
-                    word = _bits_from(code, bit)
-                else:
-                    u, word, bit = np.int64(word & _ONE), word >> _ONE, bit + 1
-                left = np.int64(0)
-                if k != EVERY:
-                    u += 1
-                    left, bit = _number(word, bit, k)
-                    left -= 1
-                target[place] = np.int64(target[place]) + (u >> 1 ^ -(u & 1)) & most
-            count += u != 0
-        left -= inside
-    if (k != EVERY and left < _NONE >> 1) or (bit + 7) >> 3 != code.size:
-        return -1
-    return count
+        if k == EVERY:
+            first, before = _walk(masks, c, steps, n, first, before)
+        else:
+            first, before = _find(masks, c, counts, steps, n, first, before)
+        for i in range(n):
+            place = np.uint64(steps[0, np.uint64(i)])
+            target[place] = np.int64(target[place]) + steps[1, np.uint64(i)] & most
+        total += count
+    return total if (bit + 7) >> 3 == end else -1
+
+
+@kernel(
+    code=OCTETS,
+    target=(OCTETS, HALVES, WORDS),
+    table=TABLE,
+    masks=TABLE,
+    classes=I64,
+    counts=HALVES,
+    steps=TABLE,
+)
+@bare
+def apply(code, target, table, masks, classes, counts, steps):
+    """Add the moves of all classes, whose heads are the columns of ``table``, and whose bytes end
+    ``code``; how many moved, or −1 where the code is none of such classes."""
+    _divide_all(target, table, masks)
+    total, end = 0, code.size
+    for c in range(classes):
+        end -= table[3, c]
+    for c in range(classes):
+        start, end = end, end + table[3, c]
+        moved = _apply(code, start, end, target, table[1, c], table[2, c], masks, c, counts, steps)
+        if moved < 0:
+            return -1
+        total += moved
+    return total
 
 
 # ---------------------------------------------------------------- exponents
@@ -442,11 +560,29 @@ def _join(typing, code, low, half, plane, base, target, at):
     return types.uint64(code, *[types.intp] * 4, target, types.intp), generate
 
 
-@kernel(values=(HALVES, WORDS), base=I64, out=OCTETS)
 @bare
-def split(values, base, out):
+def _window(values, shift, counts):
+    """The first exponent of the window that has most of a sample. ``counts``: the first row."""
+    for exponent in range(KEYS):
+        counts[0, exponent] = 0
+    for i in range(0, values.size, max(values.size // SAMPLE, 1)):
+        counts[0, np.uint64(values[i]) >> shift & np.uint64(255)] += 1
+    inside = base = most = 0
+    for exponent in range(KEYS):
+        inside += counts[0, exponent]
+        if exponent >= WINDOW:
+            inside -= counts[0, exponent - WINDOW]
+        if inside > most and exponent >= WINDOW - 1:
+            base, most = exponent - WINDOW + 1, inside
+    return base
+
+
+@kernel(values=(HALVES, WORDS), table=TABLE, out=OCTETS)
+@bare
+def split(values, table, out):
     """out := the exponent form of whole groups; its bytes, or −1 where it does not fit."""
     numel, shift = values.size, np.uint64(8 * values.itemsize - 9)
+    base = _window(values, shift, table)
     half = _HEAD_OF_EXPONENTS + numel
     plane = half + numel * (values.itemsize - 2)
     end = plane + numel // GROUP * PLANES
