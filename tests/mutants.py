@@ -934,8 +934,8 @@ MUTANTS = [
     Mutant(
         "bases of a sharded model are not loaded",
         "integrations/fsdp/shard_checkpoint.py",
-        "    _load_choices(state, saved)",
-        "",
+        '    _load_choices(state, saved["bases"])\n    for store',
+        "    for store",
         "tests/state/test_real_ranks.py -k matrices",
     ),
     Mutant(
@@ -2011,8 +2011,8 @@ MUTANTS = [
     Mutant(
         "an elastic state forgets the choice for every layer",
         "integrations/fsdp/shard_checkpoint.py",
-        'state.choice.load({"rules": saved.get("rules", {})})',
-        "state.choice.load({})",
+        '"rules": saved.get("rules", {})})',
+        "})",
         "tests/fsdp/test_fsdp_layers.py -k another_world_size",
     ),
     Mutant(

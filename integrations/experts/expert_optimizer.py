@@ -3,7 +3,7 @@ in the store, one after the other."""
 
 import zlib
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -20,9 +20,8 @@ from commpress.integrations.zero.wrapper import (
     MASTER,
     agreed,
     of_every_rank,
-    options_of,
-    take_options,
 )
+from commpress.optim.checkpoint import options_of
 from commpress.optim.layout import LocalWeights, local
 from commpress.tiered_mem import TieredStore
 
@@ -285,30 +284,14 @@ class ExpertOptimizer(StoredOptimizer):
         self.tiers.forget_places()
         return state
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a ``state_dict`` of this class or of the plain optimizer. Load the model's weights
-        first."""
-        found = self._states_in(state_dict)
-        self._stored.clear()
-        inner = self._inner.state_dict() | {"state": {}}
-        order = {
-            id(p): i
-            for i, p in enumerate(p for group in self._inner.param_groups for p in group["params"])
-        }
-        for parameter, state in found:
-            if id(parameter) in order and state:
-                inner["state"][order[id(parameter)]] = state
-            elif state:
-                self._stored[parameter] = state
-        self._inner.load_state_dict(inner)
+    def _loaded(self, found: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        dense = (p for group in self._inner.param_groups for p in group["params"])
+        states = {i: found[p] for i, p in enumerate(dense) if found[p]}
+        self._inner.load_state_dict(self._inner.state_dict() | {"state": states})
         self.state.maps[1] = self._inner.state
         for chunk in self.chunks:
-            if chunk.copied and not any(MASTER in state for _, state in found):
+            if chunk.copied and not any(MASTER in state for state in found.values()):
                 self._renewed(chunk.values)
-        take_options(self.param_groups, state_dict["param_groups"])
-        steps = [float(state["step"]) for _, state in found if "step" in state]
-        self.steps_done = max(map(int, steps), default=self.steps_done)
         self.tiers.forget_places()
 
     def close(self) -> None:

@@ -43,9 +43,8 @@ from commpress.integrations.zero.wrapper import (
     agreed,
     copied,
     of_every_rank,
-    options_of,
-    take_options,
 )
+from commpress.optim.checkpoint import options_of
 from commpress.optim.layout import LocalWeights, held_of, is_cut, refuse_held, version_of
 from commpress.tiered_mem import Pending, TieredStore, parse_bytes, show_bytes
 from commpress.tiered_mem.arena import padded
@@ -162,9 +161,10 @@ class Offloaded(StoredOptimizer):
         self._of_values = {chunk.values: chunk for chunk in self.chunks if chunk.values}
         self._group_of = {stored.name: g for g in elsewhere.values() for stored in g.stored}
         self._coded = Moments(store, quantised=moments is not None)
-        self.state = StoredState(  # type: ignore[assignment]
+        self._stored = StoredState(
             store, self.chunks, self._moments, self._scalars, self._coded, self._wait
         )
+        self.state = self._stored  # type: ignore[assignment]
         self._index = {own.parameter: own.index for chunk in self.chunks for own in chunk.ranges}
         self.delayed = gradients == "delayed"
         if self.delayed and self.streamed is not None:
@@ -661,23 +661,10 @@ class Offloaded(StoredOptimizer):
             self._settle(chunk)
         self._versions = self._now()
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a ``state_dict`` of this class or of the plain optimizer into the store. Load the
-        model's weights first."""
-        self.finish()
-        found = self._states_in(state_dict)
-        if not any(state for _, state in found):
-            self.state.clear()
-        for parameter, state in found:
-            if state:
-                self.state[parameter] = state
-                if MASTER not in state:
-                    self._versions.pop(self._index[parameter], None)
-        take_options(self.param_groups, state_dict["param_groups"])
-        self.steps_done = max(
-            (int(c.scalars.get("step", self.steps_done)) for c in self.chunks), default=0
-        )
+    def _loaded(self, found: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        for parameter, index in self._index.items():
+            if MASTER not in found[parameter]:
+                self._versions.pop(index, None)
 
     def report(self) -> str:
         """Return a table of the sizes in each tier and the time of steps:

@@ -21,20 +21,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from commpress.collectives.channel import Channel
 from commpress.collectives.reduce_scatter import gather_rows
-from commpress.errors import InvalidArgument, StateMismatch
+from commpress.errors import InvalidArgument, StateMismatch, check_entries
 from commpress.integrations.zero.bucket import OwnedRange, ShardedBucket
 from commpress.integrations.zero.elementwise import takes_tensors
 from commpress.integrations.zero.moments import Moments
 from commpress.integrations.zero.update_chunk import WEIGHT, ChunkRange, UpdateChunk
-from commpress.integrations.zero.wrapper import (
-    MASTER,
-    Wrapper,
-    check_groups,
-    copied,
-    like,
-    probe,
-    trainable,
-)
+from commpress.integrations.zero.wrapper import MASTER, Wrapper, copied, like, probe, trainable
+from commpress.optim.checkpoint import check_groups, take_groups
 from commpress.optim.layout import Columns, alike, box_of, is_cut, local
 from commpress.tiered_mem import TieredStore
 from commpress.work import Steps
@@ -106,10 +99,10 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
         result |= {key: alike(value, parameter) for key, value in values.items()}
         return dict(sorted(result.items()))
 
-    @torch.no_grad()
-    def __setitem__(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        self._settle()
-        ranges = self._ranges[parameter]
+    def check(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Raise ``StateMismatch`` unless this is a state of the parameter."""
+        name = self._ranges[parameter][0][1].name
+        check_entries(state, tuple(self._scalars), f"the state of {name!r}")
         for key in self._moments:
             if (
                 key not in state
@@ -117,11 +110,16 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
                 or is_cut(state[key]) != is_cut(parameter)
             ):
                 raise StateMismatch(
-                    f"the state of {ranges[0][1].name!r} has {key!r} of shape "
+                    f"the state of {name!r} has {key!r} of shape "
                     f"{tuple(getattr(state.get(key), 'shape', ()))}, expected "
                     f"{tuple(parameter.shape)}: load the state of the same model and optimizer"
                 )
-        for chunk, own in ranges:
+
+    @torch.no_grad()
+    def __setitem__(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        self._settle()
+        self.check(parameter, state)
+        for chunk, own in self._ranges[parameter]:
             if not chunk.stepped:
                 self._begin(chunk)
             chunk.scalars = {
@@ -164,6 +162,7 @@ class StoredOptimizer(Wrapper):
     prefix: str
     chunks: list[UpdateChunk]
     _coded: Moments
+    _stored: StoredState
 
     def __init__(
         self,
@@ -220,14 +219,34 @@ class StoredOptimizer(Wrapper):
                 ):
                     master.copy_(held)
 
-    def _states_in(self, saved: dict[str, Any]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-        """Return each parameter and its state in a ``state_dict``, empty before the first step."""
-        groups = saved["param_groups"]
-        check_groups(self.param_groups, groups)
-        numbers = [number for group in groups for number in group["params"]]
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a ``state_dict`` of this class or of the plain optimizer. Load the model's weights
+        first. A state that does not fit changes nothing."""
+        groups = state_dict["param_groups"]
+        check_groups(self, groups)
         parameters = [p for group in self.param_groups for p in group["params"]]
-        states = [saved["state"].get(number) or {} for number in numbers]
-        return list(zip(parameters, states, strict=True))
+        numbers = [number for group in groups for number in group["params"]]
+        found = {
+            p: state_dict["state"].get(number) or {}
+            for p, number in zip(parameters, numbers, strict=True)
+        }
+        held = {p: found[p] for chunk in self.chunks for p in chunk.parameters if found[p]}
+        for p, state in held.items():
+            self._stored.check(p, state)
+        self.settle_weights()
+        self._stored.clear()
+        for p, state in held.items():
+            self._stored[p] = state
+        self._loaded(found)
+        take_groups(self, groups)
+        steps = [int(state["step"]) for state in found.values() if "step" in state]
+        self.steps_done = max(steps, default=self.steps_done)
+
+    def _loaded(self, found: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Follow the states of all parameters, empty before the first step, of which the store has
+        its part."""
+        raise NotImplementedError
 
     # ------------------------------------------------------------ commits
 
@@ -439,21 +458,29 @@ class PartitionedState:
 
     def load(self, states: dict[int, dict[str, Any]], numbers: Sequence[int]) -> None:
         """Load the state of all parameters; ``numbers``: key of each in ``states``."""
-        every = [(bucket, own) for bucket in self._buckets for own in bucket.ranges]
-        # before anything is changed
-        loaded = [_cut(own, states.get(numbers[own.member.index], {})) for _, own in every]
-        for bucket in self._buckets:
-            bucket.adopt()
-        for (bucket, own), values in zip(every, loaded, strict=True):
-            master = values.pop(MASTER, None)
-            if bucket.mastered and master is not None:
-                own.weight.copy_(master)
-        self._replace([(own, values) for (_, own), values in zip(every, loaded, strict=True)])
+        self._take(
+            {
+                own: _cut(own, states.get(numbers[own.member.index], {}))
+                for bucket in self._buckets
+                for own in bucket.ranges
+            }
+        )
 
-    def _replace(self, every: Sequence[tuple[OwnedRange, dict[str, Any]]]) -> None:
-        if not any(values for _, values in every):
+    def _take(self, parts: Mapping[OwnedRange, dict[str, Any]]) -> None:
+        """Load the state of each range; a float32 master that is not among them starts from the
+        weights."""
+        for bucket in self._buckets:
+            if bucket.mastered and all(MASTER in parts[own] for own in bucket.ranges):
+                bucket.trust()
+            else:
+                bucket.adopt()
+            for own in bucket.ranges:
+                master = parts[own].pop(MASTER, own.weight)
+                if bucket.mastered and master is not own.weight:
+                    own.weight.copy_(master)
+        if not any(parts.values()):
             self._state.clear()
-        for own, values in every:
+        for own, values in parts.items():
             if values:
                 self._state[own.weight] = values
             elif own.weight in self._state:
@@ -488,22 +515,17 @@ class PartitionedState:
     def load_sharded(self, states: dict[str, dict[str, Any]]) -> None:
         """Load what ``torch.distributed.checkpoint.load`` has written into the result of
         ``sharded``."""
-        every: list[tuple[OwnedRange, dict[str, Any]]] = []
-        for bucket in self._buckets:
-            if bucket.mastered:
-                bucket.trust()  # masters come with the state
-            else:
-                bucket.adopt()
-            for own in bucket.ranges:
-                loaded = states[own.member.name]
-                values = {key: loaded[key].local for key in self._moments}
+        parts: dict[OwnedRange, dict[str, Any]] = {}
+        for own in (own for bucket in self._buckets for own in bucket.ranges):
+            loaded, values = states[own.member.name], parts.setdefault(own, {})
+            if loaded[STEPPED].item():
+                values |= {key: loaded[key].local for key in self._moments}
                 values |= {
                     key: like(example, loaded[key].item()) for key, example in self._scalars.items()
                 }
-                every.append((own, values if loaded[STEPPED].item() else {}))
-                if bucket.mastered and loaded[MASTER].local is not own.weight:
-                    own.weight.copy_(loaded[MASTER].local)
-        self._replace(every)
+            if MASTER in loaded:
+                values[MASTER] = loaded[MASTER].local
+        self._take(parts)
 
 
 def _cut(own: OwnedRange, state: dict[str, Any]) -> dict[str, Any]:

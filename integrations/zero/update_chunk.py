@@ -17,7 +17,8 @@ import torch
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.bucket import ALIGN, Numbered
 from commpress.integrations.zero.streamed_group import StreamedGroup
-from commpress.integrations.zero.wrapper import copied, options_of
+from commpress.integrations.zero.wrapper import copied
+from commpress.optim.checkpoint import options_of
 from commpress.optim.layout import local
 from commpress.tiered_mem import Pending, TieredStore
 from commpress.work import stream_of
@@ -83,6 +84,10 @@ class UpdateChunk:
     def passes(self) -> bool:
         """True if it is on disk between steps."""
         return self.tier == "disk"
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        return [own.parameter for own in self.ranges]
 
     @property
     def gaps(self) -> bool:

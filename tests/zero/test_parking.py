@@ -276,7 +276,7 @@ def test_an_optimizer_with_other_groups_is_refused_before_anything_changes(tmp_p
     wanted = [p.clone() for p in model.parameters()]
     first, *rest = model.parameters()
     other = torch.optim.AdamW([{"params": [first]}, {"params": rest}])
-    with pytest.raises(StateMismatch, match=r"others\[0\] has groups of \[1, "):
+    with pytest.raises(StateMismatch, match=r"others\[0\] has groups .* optimizer of \[1, "):
         commpress.load_parked(model, other, store=tmp_path / "park")
     assert all(map(torch.equal, model.parameters(), wanted))
 
