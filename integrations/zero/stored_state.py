@@ -458,13 +458,13 @@ class PartitionedState:
 
     def load(self, states: dict[int, dict[str, Any]], numbers: Sequence[int]) -> None:
         """Load the state of all parameters; ``numbers``: key of each in ``states``."""
-        self._take(
-            {
-                own: _cut(own, states.get(numbers[own.member.index], {}))
-                for bucket in self._buckets
-                for own in bucket.ranges
-            }
-        )
+        parts: dict[OwnedRange, dict[str, Any]] = {}
+        for own in (own for bucket in self._buckets for own in bucket.ranges):
+            state = states.get(numbers[own.member.index], {})
+            entries = (*self._moments, *self._scalars) if state else ()
+            check_entries(state, entries, f"the state of {own.member.name!r}")
+            parts[own] = _cut(own, state)
+        self._take(parts)
 
     def _take(self, parts: Mapping[OwnedRange, dict[str, Any]]) -> None:
         """Load the state of each range; a float32 master that is not among them starts from the

@@ -8,7 +8,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import commpress
+from commpress.collectives.topology import Topology
 from fsdp_twin import WIDTH, Net, Plan, Session, Trained, both, equal, shard
+from ranks import caught
+from state_worlds import apart
 from variants import few, seldom
 
 EXACT = {"codec": "none", "weights": "none"}
@@ -163,8 +166,6 @@ def count_bytes(plan):
 
 
 def two_hops(plan: Plan) -> tuple[Trained, Trained, dict[str, Any]]:
-    from commpress.collectives.topology import Topology
-
     options = {"topology": (Topology(((0, 1), (2, 3))), plan.options["inside"])}
     plain, _ = both(Plan(**{**plan.__dict__, "options": {}, "weights": None}))
     session = Session(Plan(**{**plan.__dict__, "options": options, "weights": None})).run()
@@ -193,24 +194,23 @@ def test_two_hops_train_alike_on_all_ranks(pool):
 # ---------------------------------------------------------------- what goes wrong
 
 
-def poisoned(on_nonfinite: str) -> tuple[Any, ...]:
+def poisoned(plan: Plan) -> tuple[Any, ...]:
     torch.set_num_threads(1)
-    session = Session(Plan(codec="int4", options={"on_nonfinite": on_nonfinite})).run()
-    before = session.state.state_dict()["residuals"]
+    session = Session(plan).run()
+    before = session.state.state_dict()
     x = torch.zeros(2, dtype=torch.long)
     loss = session.model(x).square().mean() * (float("inf") if dist.get_rank() == 1 else 1.0)
-    error = None
-    try:
-        loss.backward()
-    except commpress.CommpressError as e:
-        error = type(e).__name__
-    after = session.state.state_dict()["residuals"]
-    same = before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
+    error = caught(loss.backward)
+    after = session.state.state_dict()
+    for state in (before, after):
+        assert state["residuals"]
+        assert bool(state["bases"]) == (plan.codec is WITH_MATRICES)
+    same = not any(apart(before[kind], after[kind]) for kind in ("residuals", "between", "bases"))
     gradients = torch.cat([p.grad.to_local().flatten() for p in session.model.parameters()])
     session.optimizer.zero_grad()
     session.step(99)
     return (
-        error,
+        type(error).__name__,
         same,
         bool((gradients == 0).all()),
         bool(gradients.isnan().all()),
@@ -219,12 +219,20 @@ def poisoned(on_nonfinite: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "error", "zeros"),
-    [("skip", None, True), ("propagate", None, False), ("raise", "NonFiniteGradient", True)],
+    ("policy", "error", "codec", "size"),
+    [
+        ("skip", "NoneType", WITH_MATRICES, 2),
+        ("skip", "NoneType", WITH_MATRICES, 4),
+        ("propagate", "NoneType", "int4", 2),
+        ("raise", "NonFiniteGradient", "int4", 2),
+    ],
 )
-def test_a_rank_that_is_not_finite(pool, policy, error, zeros):
-    for result in pool.run(poisoned, policy, size=2):
-        assert result[:4] == (error, True, zeros, not zeros)
+def test_a_rank_that_is_not_finite_changes_no_residual(pool, policy, error, codec, size):
+    """On four ranks gradients go by way of two nodes."""
+    nodes = {"topology": Topology(((0, 1), (2, 3)))} if size == 4 else {}
+    plan = Plan(codec=codec, options={"on_nonfinite": policy} | nodes)
+    for result in pool.run(poisoned, plan, size=size):
+        assert result[:4] == (error, True, policy != "propagate", policy == "propagate")
         assert result[4] == result[4]
 
 

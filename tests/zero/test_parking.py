@@ -543,7 +543,7 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint(tmp_path, kills):
     found = set()
     for i in range(kills):
         folder = tmp_path / str(i)
-        process, _ = run(parked_run.numbers, str(folder), until=1)
+        process, _ = run(parked_run.numbers, str(folder), until=1 + i)
         time.sleep(0.4 / kills * i)
         process.kill()
         process.join()

@@ -217,7 +217,8 @@ def moved(shape, dtype, folder, load, steps):
         name: nn.Parameter(p.detach().to(dtype)) for name, p in parameters(mesh, NAMES).items()
     }
     # some have a bucket of their own
-    optimizer = partitioned(params, mesh, bucket_mb=0.02 if dtype is torch.float32 else 1e-6)
+    options = {"bucket_mb": 0.02 if dtype is torch.float32 else 1e-6, "lr": 1.0 if load else 1e-2}
+    optimizer = partitioned(params, mesh, **options)
     if load:
         model = {name: p.detach() for name, p in params.items()}
         held = {"model": model, "optimizer": optimizer.sharded_state_dict()}
@@ -238,6 +239,7 @@ def moved(shape, dtype, folder, load, steps):
 def seen(optimizer, params):
     """Weights and state, whole, as every rank knows them."""
     state, found = optimizer.state_dict(), {name: whole(p).float() for name, p in params.items()}
+    found["lr"] = torch.tensor([group["lr"] for group in state["param_groups"]])
     for group in state["param_groups"]:
         for name, number in zip(group["param_names"], group["params"], strict=True):
             found |= {
