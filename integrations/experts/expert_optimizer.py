@@ -16,11 +16,7 @@ from commpress.integrations.zero.moments import Moments
 from commpress.integrations.zero.stored_state import StoredOptimizer, StoredState
 from commpress.integrations.zero.streamed_group import StreamedWeights, return_holes, streamer_of
 from commpress.integrations.zero.update_chunk import WEIGHT, chunks
-from commpress.integrations.zero.wrapper import (
-    MASTER,
-    agreed,
-    of_every_rank,
-)
+from commpress.integrations.zero.wrapper import MASTER, agreed, of_every_rank
 from commpress.optim.checkpoint import options_of
 from commpress.optim.layout import LocalWeights, local
 from commpress.tiered_mem import TieredStore

@@ -38,12 +38,7 @@ from commpress.integrations.zero.update_chunk import (
     chunks,
     threads,
 )
-from commpress.integrations.zero.wrapper import (
-    MASTER,
-    agreed,
-    copied,
-    of_every_rank,
-)
+from commpress.integrations.zero.wrapper import MASTER, agreed, copied, of_every_rank
 from commpress.optim.checkpoint import options_of
 from commpress.optim.layout import LocalWeights, held_of, is_cut, refuse_held, version_of
 from commpress.tiered_mem import Pending, TieredStore, parse_bytes, show_bytes

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 import commpress
 from commpress.errors import NonFiniteGradient
 from fsdp_twin import Net
+from ranks import caught
 from variants import seldom
 
 
@@ -94,28 +95,27 @@ def test_a_mesh_of_two_dimensions_is_refused_with_the_cure(pool):
 # ---------------------------------------------------------------- not finite
 
 
+def raised_by(model):
+    """Steps and errors of a run in which rank 1 has an infinite loss in the second step; whoever
+    catches the error goes on."""
+    said = []
+    for step, (x, y) in enumerate(batches(4)):
+        infinite = step == 1 and dist.get_rank() == 1
+        loss = nn.functional.cross_entropy(model(x), y) * (float("inf") if infinite else 1.0)
+        if isinstance(error := caught(loss.backward), NonFiniteGradient):
+            said.append((step, "No residual of theirs was changed" in str(error)))
+        model.zero_grad()
+    return said
+
+
 def raising():
-    """Rank 1 has an infinite loss in the second step; whoever catches the error goes on."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = Net()
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh["shard"])
     commpress.compress_hsdp(model, mesh["replicate"], "int8", min_numel=0, on_nonfinite="raise")
-    said = []
-    for step, (x, y) in enumerate(batches(4)):
-        loss = nn.functional.cross_entropy(model(x), y) * (
-            float("inf") if step == 1 and dist.get_rank() == 1 else 1.0
-        )
-        try:
-            loss.backward()
-        except NonFiniteGradient as error:
-            said.append((step, str(error)))
-        model.zero_grad()
-    return said
+    return raised_by(model)
 
 
 def test_the_policy_raise_raises_on_every_rank_after_backward(pool):
-    for said in pool.run(raising, size=4):
-        ((step, words),) = said
-        assert step == 1
-        assert "No residual of theirs was changed" in words
+    assert pool.run(raising, size=4) == [[(1, True)]] * 4

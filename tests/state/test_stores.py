@@ -1,6 +1,6 @@
-"""Laws of optimizers whose state is divided or in a store, beside a plain twin in memory: a run goes
-on from a commit or a snapshot, both load each other's states, what does not fit changes nothing,
-and what is not finite is left out."""
+"""Laws of optimizers whose state is divided or in a store, beside a plain twin in memory: a run
+goes on from a commit or a snapshot, both load each other's states, what does not fit changes
+nothing, and what is not finite is left out."""
 
 import copy
 from collections.abc import Callable
@@ -62,10 +62,10 @@ def in_memory():
 
 
 def loss_of_deep(net, step, part):
-    """The fourth layer has no gradient in the first two steps."""
+    """One layer has no gradient in the first steps."""
     draw = torch.Generator().manual_seed(10 * step + part)
     x = torch.randn(4, test_whole_tensors.WIDTH, generator=draw)
-    return net(x, 4 if step < 2 else None).square().mean()
+    return net(x, 4 if step < STEPS else None).square().mean()
 
 
 def streamed(store, kind=torch.optim.AdamW, **more):

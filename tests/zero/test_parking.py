@@ -29,6 +29,7 @@ from commpress.tiered_mem import TieredStore
 from parked_run import LM, Halves, advance, made
 from ranks import FORKS
 from small_store import open_store
+from state_worlds import apart
 from variants import first
 
 SCRIPT = Path(__file__).parents[1] / "support/parked_run.py"
@@ -64,20 +65,7 @@ def state_of(model, *optimizers):
 
 
 def equal(ours, wanted):
-    assert type(ours) is type(wanted)
-    if isinstance(ours, torch.Tensor):
-        assert ours.dtype == wanted.dtype
-        assert torch.equal(ours, wanted)
-    elif isinstance(ours, dict):
-        assert ours.keys() == wanted.keys()
-        for key in ours:
-            equal(ours[key], wanted[key])
-    elif isinstance(ours, list | tuple):
-        assert len(ours) == len(wanted)
-        for a, b in zip(ours, wanted, strict=True):
-            equal(a, b)
-    else:
-        assert ours == wanted
+    assert not apart(ours, wanted)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

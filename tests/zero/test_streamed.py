@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commpress
 from commpress.errors import InvalidArgument, StateMismatch
 from small_store import open_store
+from state_worlds import apart
 from stream_twin import OPTIONS, Words, groups, loss_of, made, offloaded, train
 from variants import first, seldom
 from zero_twin import Masters, clip
@@ -44,9 +45,8 @@ def check(streamed, other):
 
 def equal_states(state, wanted):
     assert list(state) == list(wanted)
-    for name, value in wanted.items():
-        assert torch.equal(state[name], value), name
-        assert not state[name].requires_grad
+    assert not apart(state, wanted)
+    assert not any(value.requires_grad for value in state.values())
 
 
 def test_half_precision(store):
