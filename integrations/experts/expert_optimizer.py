@@ -1,7 +1,6 @@
 """An optimizer for a model with experts in tiers: dense parameters are updated in memory, experts
 in the store, one after the other."""
 
-import zlib
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -243,18 +242,13 @@ class ExpertOptimizer(StoredOptimizer):
             for parameter, _, index in group:
                 yield parameter, f"{self.prefix}/dense/{index:06d}"
 
-    def _layout(self) -> int:
+    def _places_of_parts(self) -> list[str]:
         ranges = [
             f"{c.number}.{r.group}:{tuple(r.parameter.shape)}"
             for c in self.chunks
             for r in c.ranges
         ]
-        dense = [f"{name}:{tuple(p.shape)}" for p, name in self._dense_names()]
-        return zlib.crc32(
-            ";".join(
-                [self._optimizer.__name__, *self._moments, *self._scalars, *ranges, *dense]
-            ).encode()
-        )
+        return ranges + [f"{name}:{tuple(p.shape)}" for p, name in self._dense_names()]
 
     def _resume(self) -> None:
         rest = self._committed()

@@ -7,7 +7,6 @@ The first chunks stay in the store's host memory, as many as fit: otherwise a sw
 would evict each just before it is needed. Only the others are read and written.
 """
 
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -611,18 +610,12 @@ class Offloaded(StoredOptimizer):
         self.finish()
         return super().commit()
 
-    def _layout(self) -> int:
-        bits = ["8 bits"] if self._coded.quantised else []
-        ranges = [
+    def _places_of_parts(self) -> list[str]:
+        return [
             f"{c.number}.{r.group}:{r.name}@{r.start}+{r.numel}"
             for c in self.chunks
             for r in c.ranges
         ]
-        return zlib.crc32(
-            ";".join(
-                [self._optimizer.__name__, *bits, *self._moments, *self._scalars, *ranges]
-            ).encode()
-        )
 
     def _begin(self) -> None:
         for chunk in self.chunks:

@@ -5,6 +5,7 @@ reads the boxes that make up the range it owns, so a checkpoint does not depend 
 meshes. Numbers are saved as tensors, and nothing is pickled.
 """
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from math import prod
@@ -25,7 +26,7 @@ from commpress.errors import InvalidArgument, StateMismatch, check_entries
 from commpress.integrations.zero.bucket import OwnedRange, ShardedBucket
 from commpress.integrations.zero.elementwise import takes_tensors
 from commpress.integrations.zero.moments import Moments
-from commpress.integrations.zero.update_chunk import WEIGHT, ChunkRange, UpdateChunk
+from commpress.integrations.zero.update_chunk import WEIGHT, UpdateChunk, ranges_of
 from commpress.integrations.zero.wrapper import MASTER, Wrapper, copied, like, probe, trainable
 from commpress.optim.checkpoint import check_groups, take_groups
 from commpress.optim.layout import Columns, alike, box_of, is_cut, local
@@ -56,10 +57,7 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
         self._coded, self._store, self._chunks = coded, store, chunks
         self._settle = settle
         self._moments, self._scalars = moments, scalars
-        self._ranges: dict[torch.Tensor, list[tuple[UpdateChunk, ChunkRange]]] = {}
-        for chunk in chunks:
-            for own in chunk.ranges:
-                self._ranges.setdefault(own.parameter, []).append((chunk, own))
+        self._ranges = ranges_of(chunks)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         self._settle()
@@ -231,7 +229,7 @@ class StoredOptimizer(Wrapper):
             p: state_dict["state"].get(number) or {}
             for p, number in zip(parameters, numbers, strict=True)
         }
-        held = {p: found[p] for chunk in self.chunks for p in chunk.parameters if found[p]}
+        held = {p: found[p] for p in ranges_of(self.chunks) if found[p]}
         for p, state in held.items():
             self._stored.check(p, state)
         self.settle_weights()
@@ -266,7 +264,12 @@ class StoredOptimizer(Wrapper):
             self.commit()
 
     def _layout(self) -> int:
-        """Return a hash of the places of all parts."""
+        """Return a hash of the optimizer's state and of the places of all parts."""
+        bits = ["8 bits"] if self._coded.quantised else []
+        state = [self._optimizer.__name__, *bits, *self._moments, *self._scalars]
+        return zlib.crc32(";".join([*state, *self._places_of_parts()]).encode())
+
+    def _places_of_parts(self) -> list[str]:
         raise NotImplementedError
 
     @property

@@ -86,10 +86,6 @@ class UpdateChunk:
         return self.tier == "disk"
 
     @property
-    def parameters(self) -> list[torch.Tensor]:
-        return [own.parameter for own in self.ranges]
-
-    @property
     def gaps(self) -> bool:
         return self.numel != sum(r.numel for r in self.ranges)
 
@@ -182,6 +178,18 @@ def chunks(
                 chunk.numel += -(-count // ALIGN) * ALIGN
                 start += count
     return result + _streamed_chunks(groups, prefix, len(result), streamed, whole=whole)
+
+
+Ranges = dict[torch.Tensor, list[tuple[UpdateChunk, ChunkRange]]]
+
+
+def ranges_of(chunks: Iterable[UpdateChunk]) -> Ranges:
+    """Return the chunks with parts of each parameter, and the parts."""
+    found: Ranges = {}
+    for chunk in chunks:
+        for own in chunk.ranges:
+            found.setdefault(own.parameter, []).append((chunk, own))
+    return found
 
 
 def _streamed_chunks(
@@ -337,10 +345,7 @@ class StoredGradients(ParameterGradients):
         self.whole: Callable[[UpdateChunk], bool] | None = None  # takes a complete gradient, or not
         self.syncing = True  # False: gradients add up in memory, in float32
         self._held: dict[torch.Tensor, torch.Tensor] = {}  # those, by parameter
-        self._ranges: dict[torch.Tensor, list[tuple[UpdateChunk, ChunkRange]]] = {}
-        for chunk in chunks:
-            for own in chunk.ranges:
-                self._ranges.setdefault(own.parameter, []).append((chunk, own))
+        self._ranges = ranges_of(chunks)
         longest = max(c.numel for c in chunks)
         self._scratch = torch.zeros(longest, pin_memory=_on_card(chunks))
 

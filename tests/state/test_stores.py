@@ -76,7 +76,7 @@ def streamed(store, kind=torch.optim.AdamW, **more):
 
 
 def in_blocks():
-    """What has no gradient has zeros, as the rest of its block."""
+    """A twin that has zeros where there is no gradient, as the rest of a block has."""
     net, twin = adamw(stream_twin.made())
     twin.register_step_pre_hook(lambda *_: clip(net.parameters(), 1e9))
     return net, twin

@@ -393,13 +393,17 @@ class HybridKind(RealKind):
 
 
 def shards(
-    codec: Any, weights: Any = None, of: type[Process] = Sharding, size: int = 3, **options: Any
+    codec: Any,
+    weights: Any = None,
+    of: type[Process] = Sharding,
+    size: int = 3,
+    refuses: bool = False,
+    **options: Any,
 ) -> RealKind:
     def make(model: nn.Module, group: Any) -> Any:
         return commpress.compress_fsdp(model, codec, weights, **{"min_numel": 1} | options)
 
-    refuses = not isinstance(weights, commpress.Difference)
-    return RealKind(of, make, (3,), refuses=refuses and size == 3, size=size)
+    return RealKind(of, make, (3,), refuses=refuses, size=size)
 
 
 def hybrid(codec: Any) -> RealKind:
@@ -497,8 +501,8 @@ REAL = {
     "hook, static graph": hook("sign", Static),
     "hook, nodes": hook(MIXED, InNodes, topology="2,1"),
     "hook, ranks of layers": hook(commpress.PerLayer("powersgd-4+fp8", 2)),
-    "FSDP2": shards("int4", "int8"),
-    "FSDP2, matrices": shards(WHOLE),
+    "FSDP2": shards("int4", "int8", refuses=True),
+    "FSDP2, matrices": shards(WHOLE, refuses=True),
     "FSDP2, differences": shards("int4", commpress.Difference("int4")),
     "FSDP2, columns": shards(HALF_WHOLE, of=InColumns),
     "FSDP2, nodes": shards(HALF_WHOLE, of=BetweenNodes, size=4, topology=PAIRS),

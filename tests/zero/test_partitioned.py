@@ -364,11 +364,10 @@ def in_stores(plan, folder):
     return values(model), state, losses, same
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_shards_in_stores_equal_ddp(pool, tmp_path, ranks):
+def test_shards_in_stores_equal_ddp(pool, tmp_path):
     plan = Plan(max_norm=0.5, accumulate=2)
-    wanted, theirs, losses = pool.run(with_ddp, plan, size=ranks)[0]
-    for weights, state, mine, same in pool.run(in_stores, plan, str(tmp_path), size=ranks):
+    wanted, theirs, losses = pool.run(with_ddp, plan, size=3)[0]
+    for weights, state, mine, same in pool.run(in_stores, plan, str(tmp_path), size=3):
         assert same
         assert len(mine) == len(losses)
         assert equal(weights, wanted)
