@@ -93,9 +93,7 @@ def _load_steps(state: Any, saved: dict[str, Any]) -> None:
 
 
 def elastic_residuals(state: Any) -> dict[str, Any]:
-    if state.residuals_between.places() or _in_levels(state):
-        raise StateMismatch("residuals of two hops have no elastic form: save with state_dict()")
-    _check_whole(state, "save with state_dict()")
+    _check_elastic(state, "save with state_dict()")
     own = [(key, sent) for key, sent, _ in state.residuals.places()]
     result: dict[str, DTensor] = {}
     for reducer in state.reducers.values():
@@ -155,12 +153,7 @@ def _in_order(
 
 def load_elastic(state: Any, saved: dict[str, Any]) -> None:
     _check(state, saved, "elastic")
-    if _in_levels(state):
-        raise StateMismatch(
-            "residuals of two hops have no elastic form: load a state_dict(), or leave topology= "
-            "out"
-        )
-    _check_whole(state, "load what state_dict() gave")
+    _check_elastic(state, "load what state_dict() gave")
     whole = {name: _full(residual) for name, residual in saved["residuals"].items()}
     rules = json.loads(saved.get("rules", "{}"))
     bases = {name: basis[basis.any(1)] for name, basis in saved["bases"].items()}
@@ -249,9 +242,13 @@ def _load_whole(state: Any, saved: dict[str, Any], every: dict[str, torch.Tensor
     state.forget_weights()
 
 
-def _check_whole(state: Any, cure: str) -> None:
-    """Refuse codecs of whole tensors under tensor parallelism, in which shard peers have different
-    bases."""
+def _check_elastic(state: Any, cure: str) -> None:
+    """Refuse two hops, and codecs of whole tensors under tensor parallelism, in which shard peers
+    have different bases."""
+    if state.residuals_between.places() or _in_levels(state):
+        raise StateMismatch(
+            f"residuals of two hops have no elastic form: {cure}, or leave topology= out"
+        )
     if _whole(state) and column_mesh(state.param_groups) is not None:
         raise StateMismatch(
             f"PowerSGD has no elastic form under tensor parallelism: {cure}, or choose a codec of "

@@ -598,18 +598,6 @@ class Offloaded(StoredOptimizer):
 
     # ------------------------------------------------------------ checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state in memory, in the format of ``optimizer``. A running update is
-        finished first."""
-        self.finish()
-        return super().state_dict()
-
-    def commit(self) -> int:
-        """Commit the state: a process that is killed afterwards resumes from this step. A running
-        update is finished first."""
-        self.finish()
-        return super().commit()
-
     def _places_of_parts(self) -> list[str]:
         return [
             f"{c.number}.{r.group}:{r.name}@{r.start}+{r.numel}"

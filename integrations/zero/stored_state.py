@@ -217,6 +217,12 @@ class StoredOptimizer(Wrapper):
                 ):
                     master.copy_(held)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state in memory, in the format of ``optimizer``. A running update is
+        finished first."""
+        self.settle_weights()
+        return super().state_dict()
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict`` of this class or of the plain optimizer. Load the model's weights
@@ -249,7 +255,9 @@ class StoredOptimizer(Wrapper):
     # ------------------------------------------------------------ commits
 
     def commit(self) -> int:
-        """Commit the state: a process that is killed afterwards resumes from this step."""
+        """Commit the state: a process that is killed afterwards resumes from this step. A running
+        update is finished first."""
+        self.settle_weights()
         return self.store.commit()
 
     def _record(self) -> None:
