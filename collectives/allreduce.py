@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from commpress.codecs.codec import Codec
+from commpress.codecs.family import EXACT
 from commpress.codecs.registry import codec_named
 from commpress.collectives.buckets import Message, one_message
 from commpress.collectives.frame import (
@@ -223,6 +224,12 @@ class Outcome:
     def discard(self) -> None:
         if self.proposed is not None:
             self.workspace.give_residual(self.message, self.proposed)
+
+
+def average(flat: torch.Tensor, call: "Call", *, name: str) -> Steps[None]:
+    """Replace ``flat`` (float32) by its mean over the ranks, exactly."""
+    message = one_message(flat.numel(), EXACT, call.transport.size, name=name)
+    yield from reduce_message(flat, None, message, call)
 
 
 def settle(outcomes: Iterable[Outcome], *, taken: bool) -> None:

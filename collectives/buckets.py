@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from commpress.codecs.codec import Codec
+from commpress.codecs.family import EXACT, CastCodec
 from commpress.codecs.policy import Policy
 from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.kernels.pieces import KIND, NUMEL, Piece, Pieces, aligned, cut, width_of
@@ -22,7 +23,9 @@ from commpress.kernels.reference import FP32
 from commpress.kernels.registered import known
 
 PIECE = 1 << 22  # elements of the longest piece
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # that codecs take
+# codecs in which tensors of each dtype travel bit for bit
+WIDTHS = {torch.float32: EXACT, torch.bfloat16: CastCodec("bf16"), torch.float16: CastCodec("fp16")}
+FLOATS = tuple(WIDTHS)  # that codecs take
 MESSAGE = 1 << 23  # a message is closed when it would hold more
 
 

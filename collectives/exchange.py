@@ -328,9 +328,9 @@ class Exchanges:
         for key in [key for key in self._known if not key[0]]:
             self._known.pop(key).forget(self.workspace)
 
-    def reform(self, size: int, *, levels: Levels | None = None) -> None:
+    def reform(self, size: int) -> None:
         """Cut everything again for ``size`` ranks, after the residuals were handed over."""
-        self.size, self.levels = size, levels
+        self.size, self.levels = size, None
         for exchange in self._known.values():
             exchange.forget(self.workspace)
         self._known.clear()

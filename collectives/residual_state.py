@@ -12,9 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from commpress.codecs.family import EXACT
-from commpress.collectives.allreduce import Call, Workspace, reduce_message
-from commpress.collectives.buckets import PIECE, one_message
+from commpress.collectives.allreduce import Call, Workspace, average
+from commpress.collectives.buckets import PIECE
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import StateMismatch, check_entries
 from commpress.feedback import Key, Residual, ResidualStore, add_reduced
@@ -68,8 +67,7 @@ def elastic_of(
     shards = {}
     if parts:
         flat = torch.cat(list(parts.values()))
-        message = one_message(flat.numel(), EXACT, transport.size, name="elastic state")
-        yield from reduce_message(flat, None, message, Call(transport, Workspace(), sequence))
+        yield from average(flat, Call(transport, Workspace(), sequence), name="elastic state")
         for (key, part), total in zip(
             parts.items(), flat.split([p.numel() for p in parts.values()]), strict=True
         ):

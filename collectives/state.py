@@ -22,9 +22,8 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 
 from commpress.codecs import Codec, policy_of
-from commpress.codecs.family import EXACT
-from commpress.collectives.allreduce import reduce_message, settle
-from commpress.collectives.buckets import Span, one_message
+from commpress.collectives.allreduce import average, settle
+from commpress.collectives.buckets import Span
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
@@ -203,8 +202,7 @@ class Stateful:
         """Return this rank's shard of all residuals, and on rank 0 the common state."""
         channel, means = self.channel, _copied(self.waiting())
         for mean in means.values():
-            message = one_message(mean.numel(), EXACT, channel.size, name="window")
-            yield from reduce_message(mean, None, message, channel.call(1))
+            yield from average(mean, channel.call(1), name="window")
         state = self.common() | means if channel.rank == 0 else self.head()
         for name, each in self.exchange_sets().items():
             parts, sequence = self.parts_of(each), channel.take()

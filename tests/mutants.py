@@ -102,21 +102,21 @@ MUTANTS = [
         "integrations/zero/offloaded.py",
         "if self.steps_done and all(chunk.name(key) in self.store for key in self._moments):",
         "if self.steps_done:",
-        "tests/zero/test_whole_tensors.py -k goes_on",
+        "tests/state/test_stores.py -k Muon",
     ),
     Mutant(
         "a snapshot lacks the number of steps",
         "integrations/zero/offloaded.py",
         "self._put_numbers([each",
         "len([each",
-        "tests/zero/test_offloaded.py -k snapshot",
+        "tests/state/test_stores.py -k Offloaded",
     ),
     Mutant(
         "a snapshot lacks the experts' optimizer",
         "integrations/experts/expert_optimizer.py",
         "self.store.settle_with(self._record)",
         "pass",
-        "tests/experts/test_expert_tiers.py -k last_commit",
+        "tests/state/test_stores.py -k experts",
     ),
     Mutant(
         "a card takes another header for its own",
@@ -934,8 +934,8 @@ MUTANTS = [
     Mutant(
         "bases of a sharded model are not loaded",
         "integrations/fsdp/shard_checkpoint.py",
-        "    _load_choices(state, saved)",
-        "",
+        '    _load_choices(state, saved["bases"])\n    for store',
+        "    for store",
         "tests/state/test_real_ranks.py -k matrices",
     ),
     Mutant(
@@ -1568,11 +1568,18 @@ MUTANTS = [
         "tests/zero/test_partitioned.py -k nothing_behind",
     ),
     Mutant(
+        "a state that does not fit is begun to load into a store",
+        "integrations/zero/stored_state.py",
+        "            self._stored.check(p, state)",
+        "            pass",
+        "tests/state/test_stores.py -k fit",
+    ),
+    Mutant(
         "a store's commit counts no steps",
         "integrations/zero/stored_state.py",
         "self.steps_done = int(numbers[2])",
         "self.steps_done = 0",
-        "tests/zero/test_offloaded.py",
+        "tests/state/test_stores.py -k Offloaded",
     ),
     Mutant(
         "what a group has called is not loaded",
@@ -1999,7 +2006,7 @@ MUTANTS = [
         "commpress/choice.py",
         '({"errors": errors} if errors else {})',
         "{}",
-        "tests/fsdp/test_fsdp_layers.py -k every_bit",
+        "tests/state/test_real_ranks.py -k layers",
     ),
     Mutant(
         "matrices of a sharded model keep their first ranks",
@@ -2011,8 +2018,8 @@ MUTANTS = [
     Mutant(
         "an elastic state forgets the choice for every layer",
         "integrations/fsdp/shard_checkpoint.py",
-        'state.choice.load({"rules": saved.get("rules", {})})',
-        "state.choice.load({})",
+        '"rules": saved.get("rules", {})})',
+        "})",
         "tests/fsdp/test_fsdp_layers.py -k another_world_size",
     ),
     Mutant(

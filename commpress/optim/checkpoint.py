@@ -74,7 +74,7 @@ def load(optimizer: "CompressedOptimizer", states: Sequence[dict[str, Any]]) -> 
     check_groups(optimizer, groups)
     optimizer.take_over(optimizer.read([*map(with_torch, states)]))
     if optimizer.divided:
-        take_groups(optimizer, groups)
+        take_groups(optimizer, groups, added_at=0)
 
 
 def load_rank(optimizer: "CompressedOptimizer", parts: Sequence[Part]) -> None:
@@ -139,14 +139,16 @@ def _has_all(optimizer: "CompressedOptimizer") -> TypeGuard["ReplicatedOptimizer
 # ---------------------------------------------------------------- what must fit
 
 
-def check_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+def check_groups(
+    optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], what: str = "the state"
+) -> None:
     sizes, mine = (
         [len(group["params"]) for group in every] for every in (groups, optimizer.param_groups)
     )
     if sizes != mine:
         raise StateMismatch(
-            f"the state has groups of {sizes} parameters, this optimizer of {mine}: load the state "
-            "of this model, after add_param_group for groups that came late"
+            f"{what} has groups of {sizes} parameters, this optimizer of {mine}: load the state of "
+            "the same model into an optimizer of the same groups, those that came late included"
         )
 
 
@@ -165,12 +167,17 @@ def _check_shape(name: str, found: Sequence[int], wanted: Sequence[int]) -> None
         )
 
 
-def take_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
-    """Load hyperparameters and the step at which each group was added, 0 if it is not saved."""
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group, as a schedule may have changed them."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def take_groups(
+    optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], **missing: Any
+) -> None:
+    """Load the options of all groups; ``missing``: those that are not saved."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group |= {"added_at": 0} | {
-            key: value for key, value in saved.items() if key not in ("params", "param_names")
-        }
+        group |= missing | options_of(saved)
 
 
 # ---------------------------------------------------------------- rows of divided state
@@ -352,7 +359,7 @@ def _unknown(
 def fill(optimizer: "ReplicatedOptimizer", state: Mapping[str, Any]) -> None:
     """Load the checked hyperparameters and per-parameter tensors."""
     flat, numbers = optimizer._flat, _numbers(optimizer, state, shared=True)
-    take_groups(optimizer, state["param_groups"])
+    take_groups(optimizer, state["param_groups"], added_at=0)
     for p, number in zip(flat.parameters, numbers, strict=True):
         for key, value in state["state"].get(number, {}).items():
             into = optimizer.state[p][key]

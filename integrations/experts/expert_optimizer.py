@@ -1,9 +1,8 @@
 """An optimizer for a model with experts in tiers: dense parameters are updated in memory, experts
 in the store, one after the other."""
 
-import zlib
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -16,13 +15,8 @@ from commpress.integrations.zero.moments import Moments
 from commpress.integrations.zero.stored_state import StoredOptimizer, StoredState
 from commpress.integrations.zero.streamed_group import StreamedWeights, return_holes, streamer_of
 from commpress.integrations.zero.update_chunk import WEIGHT, chunks
-from commpress.integrations.zero.wrapper import (
-    MASTER,
-    agreed,
-    of_every_rank,
-    options_of,
-    take_options,
-)
+from commpress.integrations.zero.wrapper import MASTER, agreed, of_every_rank
+from commpress.optim.checkpoint import options_of
 from commpress.optim.layout import LocalWeights, local
 from commpress.tiered_mem import TieredStore
 
@@ -248,18 +242,13 @@ class ExpertOptimizer(StoredOptimizer):
             for parameter, _, index in group:
                 yield parameter, f"{self.prefix}/dense/{index:06d}"
 
-    def _layout(self) -> int:
+    def _places_of_parts(self) -> list[str]:
         ranges = [
             f"{c.number}.{r.group}:{tuple(r.parameter.shape)}"
             for c in self.chunks
             for r in c.ranges
         ]
-        dense = [f"{name}:{tuple(p.shape)}" for p, name in self._dense_names()]
-        return zlib.crc32(
-            ";".join(
-                [self._optimizer.__name__, *self._moments, *self._scalars, *ranges, *dense]
-            ).encode()
-        )
+        return ranges + [f"{name}:{tuple(p.shape)}" for p, name in self._dense_names()]
 
     def _resume(self) -> None:
         rest = self._committed()
@@ -285,30 +274,14 @@ class ExpertOptimizer(StoredOptimizer):
         self.tiers.forget_places()
         return state
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a ``state_dict`` of this class or of the plain optimizer. Load the model's weights
-        first."""
-        found = self._states_in(state_dict)
-        self._stored.clear()
-        inner = self._inner.state_dict() | {"state": {}}
-        order = {
-            id(p): i
-            for i, p in enumerate(p for group in self._inner.param_groups for p in group["params"])
-        }
-        for parameter, state in found:
-            if id(parameter) in order and state:
-                inner["state"][order[id(parameter)]] = state
-            elif state:
-                self._stored[parameter] = state
-        self._inner.load_state_dict(inner)
+    def _loaded(self, found: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        dense = (p for group in self._inner.param_groups for p in group["params"])
+        states = {i: found[p] for i, p in enumerate(dense) if found[p]}
+        self._inner.load_state_dict(self._inner.state_dict() | {"state": states})
         self.state.maps[1] = self._inner.state
         for chunk in self.chunks:
-            if chunk.copied and not any(MASTER in state for _, state in found):
+            if chunk.copied and not any(MASTER in state for state in found.values()):
                 self._renewed(chunk.values)
-        take_options(self.param_groups, state_dict["param_groups"])
-        steps = [float(state["step"]) for _, state in found if "step" in state]
-        self.steps_done = max(map(int, steps), default=self.steps_done)
         self.tiers.forget_places()
 
     def close(self) -> None:

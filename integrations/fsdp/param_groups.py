@@ -99,8 +99,9 @@ class ParamGroup:
         assert coordinate is not None
         for number, placement in enumerate(parameter.placements[1:], 1):
             if isinstance(placement, Shard):
-                cuts = _cuts(whole.shape[placement.dim], mesh.shape[number])
-                whole = whole.tensor_split(cuts, placement.dim)[coordinate[number]]
+                chunks = whole.chunk(mesh.shape[number], placement.dim)
+                place = coordinate[number]
+                whole = chunks[place] if place < len(chunks) else whole[:0]
         return whole
 
     def slices(self, name: str, whole: torch.Tensor) -> list[torch.Tensor]:
@@ -208,11 +209,6 @@ def _dim(parameter: DTensor) -> int:
     is not a Shard."""
     placement: Any = parameter.placements[0]
     return int(placement.dim)
-
-
-def _cuts(size: int, ranks: int) -> list[int]:
-    """Return the positions at which ``torch.chunk`` cuts."""
-    return [min(i * -(-size // ranks), size) for i in range(1, ranks)]
 
 
 def _width(parameter: DTensor, shape: torch.Size, ranks: int) -> int:

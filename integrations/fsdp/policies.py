@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from commpress.codecs import Codec, Policy, by_role, codec_named, policy_of
-from commpress.codecs.family import EXACT, NAMES, BitsCodec, BlockCodec, CastCodec
+from commpress.codecs.family import NAMES, BitsCodec, BlockCodec, CastCodec
 from commpress.codecs.whole_tensors import WholeTensorCodec
+from commpress.collectives.buckets import WIDTHS
 from commpress.errors import InvalidArgument
 
 COARSE = 8  # fewest bits of embeddings and of the output layer
@@ -56,9 +57,6 @@ class Lossless:
             return codec
         width = WIDTHS[self.dtype]
         return width if self.scaled or width.lossless else _Width(width.number)
-
-
-WIDTHS = {torch.float32: EXACT, torch.bfloat16: CastCodec("bf16"), torch.float16: CastCodec("fp16")}
 
 
 def residual_codec(error_feedback: str | Codec) -> Codec:

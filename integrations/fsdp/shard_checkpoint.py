@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from commpress.codecs.family import EXACT
-from commpress.collectives.allreduce import reduce_message
-from commpress.collectives.buckets import one_message
+from commpress.collectives.allreduce import average
 from commpress.collectives.powersgd import RowsOnly
 from commpress.collectives.reduce_scatter import deals
 from commpress.collectives.residual_state import key_of, text_of
@@ -67,23 +65,14 @@ def load_exact(state: Any, saved: dict[str, Any]) -> None:
             f"keeps them in {state.kept_in.spec!r}: pass the same error_feedback=, or save with "
             "elastic_state_dict()"
         )
-    if not state.kept_in.lossless:
-        for store, name in ((state.residuals, "residuals"), (state.residuals_between, "between")):
-            store.load_codes({key_of(k): v for k, v in saved[name].items()})
-        return _load_steps(state, saved)
-    # zeros of whole tensors
-    reduced = {key: torch.zeros_like(reduced) for key, _, reduced in state.residuals.places()}
-    residuals = {key_of(k): v for k, v in saved["residuals"].items()}
-    _load_choices(state, saved)
-    state.residuals.load({key: (sent, reduced.get(key, _NONE)) for key, sent in residuals.items()})
-    state.residuals_between.load({key_of(k): (v, _NONE) for k, v in saved["between"].items()})
+    _load_choices(state, saved["bases"])
+    for store, name in ((state.residuals, "residuals"), (state.residuals_between, "between")):
+        residuals = {key_of(text): sent for text, sent in saved[name].items()}
+        if state.kept_in.lossless:
+            _load_sent(store, residuals)
+        else:
+            store.load_codes(residuals)
     _load_steps(state, saved)
-
-
-def _load_steps(state: Any, saved: dict[str, Any]) -> None:
-    state.step = saved["step"]
-    state.resumed_at = state.step - state.counters.steps
-    state.choice.load(saved)
     for reducer, calls in zip(state.reducers.values(), saved["calls"], strict=True):
         reducer.calls = calls
     for gatherer in state.gatherers:
@@ -91,10 +80,20 @@ def _load_steps(state: Any, saved: dict[str, Any]) -> None:
         gatherer.restored = saved["weights"].get(gatherer.param_group.names[0])
 
 
+def _load_sent(store: ResidualStore, residuals: dict[Key, torch.Tensor]) -> None:
+    """Load sent residuals; reduced ones, which only whole tensors have, start from zero."""
+    reduced = {key: torch.zeros_like(reduced) for key, _, reduced in store.places()}
+    store.load({key: (sent, reduced.get(key, _NONE)) for key, sent in residuals.items()})
+
+
+def _load_steps(state: Any, saved: dict[str, Any]) -> None:
+    state.step = saved["step"]
+    state.resumed_at = state.step - state.counters.steps
+    state.choice.load(saved)
+
+
 def elastic_residuals(state: Any) -> dict[str, Any]:
-    if state.residuals_between.places() or _in_levels(state):
-        raise StateMismatch("residuals of two hops have no elastic form: save with state_dict()")
-    _check_whole(state, "save with state_dict()")
+    _check_elastic(state, "save with state_dict()")
     own = [(key, sent) for key, sent, _ in state.residuals.places()]
     result: dict[str, DTensor] = {}
     for reducer in state.reducers.values():
@@ -103,8 +102,7 @@ def elastic_residuals(state: Any) -> dict[str, Any]:
         parameters = dict(zip(group.names, group.parameters, strict=True))
         flat = torch.cat([whole.view(-1) for whole in every.values()])
         channel = reducer.channel.beside("checkpoint")  # its bytes are not counted
-        message = one_message(flat.numel(), EXACT, channel.size, name="elastic state")
-        channel.run(reduce_message(flat, None, message, channel.call(1)))
+        channel.run(average(flat, channel.call(1), name="elastic state"))
         lengths = [whole.numel() for whole in every.values()]
         for name, whole in zip(every, flat.split(lengths), strict=True):
             parameter = parameters[name]
@@ -155,12 +153,7 @@ def _in_order(
 
 def load_elastic(state: Any, saved: dict[str, Any]) -> None:
     _check(state, saved, "elastic")
-    if _in_levels(state):
-        raise StateMismatch(
-            "residuals of two hops have no elastic form: load a state_dict(), or leave topology= "
-            "out"
-        )
-    _check_whole(state, "load what state_dict() gave")
+    _check_elastic(state, "load what state_dict() gave")
     whole = {name: _full(residual) for name, residual in saved["residuals"].items()}
     rules = json.loads(saved.get("rules", "{}"))
     bases = {name: basis[basis.any(1)] for name, basis in saved["bases"].items()}
@@ -212,7 +205,7 @@ def _full(residual: Any) -> torch.Tensor:
 
 def _load_whole(state: Any, saved: dict[str, Any], every: dict[str, torch.Tensor]) -> None:
     """Set every residual to its part of ``every``."""
-    residuals: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}
+    residuals: dict[Key, torch.Tensor] = {}
     for reducer in state.reducers.values():
         missing = [part.name for part in reducer.parts if part.name not in every]
         if missing:
@@ -237,29 +230,25 @@ def _load_whole(state: Any, saved: dict[str, Any], every: dict[str, torch.Tensor
         for deal in plan:
             for (name, offset), line in zip(deal.every.keys, deal.every.pieces.table, strict=True):
                 if line[RESIDUAL] >= 0:
-                    residuals[name, offset] = (
-                        values[name][offset : offset + int(line[NUMEL])].clone(),
-                        _NONE,
-                    )
+                    residuals[name, offset] = values[name][offset:][: int(line[NUMEL])].clone()
         if reducer.whole is not None:
-            for (name, offset), sent, reduced in state.residuals.places():
+            for (name, offset), sent, _ in state.residuals.places():
                 if name in reducer.whole.names:
-                    residuals[name, offset] = (
-                        values[name][offset : offset + sent.numel()].clone(),
-                        torch.zeros_like(reduced),
-                    )
+                    residuals[name, offset] = values[name][offset:][: sent.numel()].clone()
         reducer.calls = saved["step"]
-    _load_choices(state, {"bases": saved["bases"]})
-    state.residuals.load(residuals)
-    state.step = saved["step"]
-    state.resumed_at = state.step - state.counters.steps
-    state.choice.load({"rules": saved.get("rules", {})})
+    _load_choices(state, saved["bases"])
+    _load_sent(state.residuals, residuals)
+    _load_steps(state, {"step": saved["step"], "rules": saved.get("rules", {})})
     state.forget_weights()
 
 
-def _check_whole(state: Any, cure: str) -> None:
-    """Refuse codecs of whole tensors under tensor parallelism, in which shard peers have different
-    bases."""
+def _check_elastic(state: Any, cure: str) -> None:
+    """Refuse two hops, and codecs of whole tensors under tensor parallelism, in which shard peers
+    have different bases."""
+    if state.residuals_between.places() or _in_levels(state):
+        raise StateMismatch(
+            f"residuals of two hops have no elastic form: {cure}, or leave topology= out"
+        )
     if _whole(state) and column_mesh(state.param_groups) is not None:
         raise StateMismatch(
             f"PowerSGD has no elastic form under tensor parallelism: {cure}, or choose a codec of "
@@ -281,11 +270,10 @@ def _padded(basis: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.nn.functional.pad(basis, (0, 0, 0, max(rows - len(basis), 0)))
 
 
-def _load_choices(state: Any, saved: dict[str, Any]) -> None:
+def _load_choices(state: Any, bases: dict[str, torch.Tensor]) -> None:
     for whole in _whole(state):
-        whole.exchanges.load_choices(
-            {"bases": {n: v for n, v in saved["bases"].items() if n in whole.names}}
-        )
+        own = {name: basis for name, basis in bases.items() if name in whole.names}
+        whole.exchanges.load_choices({"bases": own})
 
 
 def _whole(state: Any) -> list[WholeParameters]:

@@ -25,11 +25,11 @@ import torch
 from torch.autograd.graph import increment_version
 
 from commpress.codecs import Codec
-from commpress.codecs.family import EXACT, CastCodec
+from commpress.codecs.family import EXACT
 from commpress.codecs.policy import Policy, Same
 from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.collectives.allreduce import Outcome
-from commpress.collectives.buckets import Span
+from commpress.collectives.buckets import WIDTHS, Span
 from commpress.collectives.exchange import Exchanges, Reduce
 from commpress.collectives.reduce_scatter import Deal, Part, deals
 from commpress.errors import InvalidArgument
@@ -38,11 +38,6 @@ from commpress.optim.layout import is_cut, largest_shard, local, move_to, versio
 
 Numbered = tuple[torch.Tensor, str, int]  # a parameter, its name, its number among all
 ALIGN = 64  # elements; see the note on vectors
-NATURAL = {
-    torch.float32: EXACT,
-    torch.bfloat16: CastCodec("bf16"),
-    torch.float16: CastCodec("fp16"),
-}
 
 
 @dataclass(frozen=True)
@@ -107,7 +102,7 @@ class FlatGroup:
         self.used = at
         self.width = -(-at // (ranks * ALIGN)) * ALIGN
         self.lossy_gradients, self.lossy_weights = gradients is not None, weights is not None
-        natural = NATURAL[self.dtype]
+        natural = WIDTHS[self.dtype]
         part = [Part(f"bucket{number}", 0, self.width, self.used)]
         self.exchange: Reduce | None = None  # of gradients, for a codec of whole tensors
         self.reduce_plan: list[Deal] = []

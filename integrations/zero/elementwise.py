@@ -20,7 +20,7 @@ import torch
 
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.bucket import ALIGN
-from commpress.integrations.zero.wrapper import options_of
+from commpress.optim.checkpoint import options_of
 
 STEPS = 12  # some optimizers do something special every few steps
 BEFORE = 2  # steps with small tensors alone: some take minutes and gigabytes for a large one

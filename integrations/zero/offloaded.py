@@ -7,7 +7,6 @@ The first chunks stay in the store's host memory, as many as fit: otherwise a sw
 would evict each just before it is needed. Only the others are read and written.
 """
 
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -38,14 +37,8 @@ from commpress.integrations.zero.update_chunk import (
     chunks,
     threads,
 )
-from commpress.integrations.zero.wrapper import (
-    MASTER,
-    agreed,
-    copied,
-    of_every_rank,
-    options_of,
-    take_options,
-)
+from commpress.integrations.zero.wrapper import MASTER, agreed, copied, of_every_rank
+from commpress.optim.checkpoint import options_of
 from commpress.optim.layout import LocalWeights, held_of, is_cut, refuse_held, version_of
 from commpress.tiered_mem import Pending, TieredStore, parse_bytes, show_bytes
 from commpress.tiered_mem.arena import padded
@@ -162,9 +155,10 @@ class Offloaded(StoredOptimizer):
         self._of_values = {chunk.values: chunk for chunk in self.chunks if chunk.values}
         self._group_of = {stored.name: g for g in elsewhere.values() for stored in g.stored}
         self._coded = Moments(store, quantised=moments is not None)
-        self.state = StoredState(  # type: ignore[assignment]
+        self._stored = StoredState(
             store, self.chunks, self._moments, self._scalars, self._coded, self._wait
         )
+        self.state = self._stored  # type: ignore[assignment]
         self._index = {own.parameter: own.index for chunk in self.chunks for own in chunk.ranges}
         self.delayed = gradients == "delayed"
         if self.delayed and self.streamed is not None:
@@ -604,30 +598,12 @@ class Offloaded(StoredOptimizer):
 
     # ------------------------------------------------------------ checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state in memory, in the format of ``optimizer``. A running update is
-        finished first."""
-        self.finish()
-        return super().state_dict()
-
-    def commit(self) -> int:
-        """Commit the state: a process that is killed afterwards resumes from this step. A running
-        update is finished first."""
-        self.finish()
-        return super().commit()
-
-    def _layout(self) -> int:
-        bits = ["8 bits"] if self._coded.quantised else []
-        ranges = [
+    def _places_of_parts(self) -> list[str]:
+        return [
             f"{c.number}.{r.group}:{r.name}@{r.start}+{r.numel}"
             for c in self.chunks
             for r in c.ranges
         ]
-        return zlib.crc32(
-            ";".join(
-                [self._optimizer.__name__, *bits, *self._moments, *self._scalars, *ranges]
-            ).encode()
-        )
 
     def _begin(self) -> None:
         for chunk in self.chunks:
@@ -661,23 +637,10 @@ class Offloaded(StoredOptimizer):
             self._settle(chunk)
         self._versions = self._now()
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a ``state_dict`` of this class or of the plain optimizer into the store. Load the
-        model's weights first."""
-        self.finish()
-        found = self._states_in(state_dict)
-        if not any(state for _, state in found):
-            self.state.clear()
-        for parameter, state in found:
-            if state:
-                self.state[parameter] = state
-                if MASTER not in state:
-                    self._versions.pop(self._index[parameter], None)
-        take_options(self.param_groups, state_dict["param_groups"])
-        self.steps_done = max(
-            (int(c.scalars.get("step", self.steps_done)) for c in self.chunks), default=0
-        )
+    def _loaded(self, found: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        for parameter, index in self._index.items():
+            if MASTER not in found[parameter]:
+                self._versions.pop(index, None)
 
     def report(self) -> str:
         """Return a table of the sizes in each tier and the time of steps:

@@ -40,6 +40,7 @@ from commpress.integrations.zero.parked_state import (
 )
 from commpress.integrations.zero.streamed_group import return_holes
 from commpress.integrations.zero.wrapper import Wrapper
+from commpress.optim.checkpoint import check_groups
 from commpress.optim.layout import alike, local
 from commpress.optim.local_updates import LocalUpdates
 from commpress.tiered_mem import TieredStore
@@ -413,7 +414,7 @@ def load_parked(model: nn.Module, *others: Any, store: Where) -> None:
     outlines = index.states(len(objects), lambda name: torch.empty(0, device="meta"))
     for i, (other, outline) in enumerate(zip(objects, outlines, strict=True)):
         if isinstance(other, torch.optim.Optimizer) and "param_groups" in outline:
-            _check_groups(i, other, outline["param_groups"])
+            check_groups(other, outline["param_groups"], f"the state of others[{i}]")
     last = ""
     for name, tensor in own.items():
         if index.tensors[name][0] != last:
@@ -428,17 +429,6 @@ def load_parked(model: nn.Module, *others: Any, store: Where) -> None:
     for other, state in zip(objects, index.states(len(objects), index.read), strict=True):
         _cut(other, state)
         other.load_state_dict(state)
-
-
-def _check_groups(i: int, optimizer: Any, groups: Any) -> None:
-    own, saved = (
-        [len(group["params"]) for group in each] for each in (optimizer.param_groups, groups)
-    )
-    if saved != own:
-        raise StateMismatch(
-            f"others[{i}] has groups of {own} parameters, its state in the checkpoint of {saved}: "
-            "load it into the optimizer that was parked"
-        )
 
 
 def _cut(optimizer: Any, state: Any) -> None:

@@ -44,14 +44,12 @@ from commpress.integrations.zero.stored_state import PartitionedState, like_save
 from commpress.integrations.zero.wrapper import (
     Wrapper,
     agreed,
-    check_groups,
     clip_factor,
     of_every_rank,
-    options_of,
     probe,
-    take_options,
     trainable,
 )
+from commpress.optim.checkpoint import check_groups, options_of, take_groups
 from commpress.optim.layout import LocalWeights, columns_over, groups_on, is_cut, refuse_held
 from commpress.tiered_mem import TieredStore
 from commpress.torch_private import untraced
@@ -481,11 +479,11 @@ class Partitioned(Divided, Wrapper):
         Load the model's weights first: a float32 master that is not in the state starts from them.
         """
         groups = state_dict["param_groups"]
-        check_groups(self.param_groups, groups)
+        check_groups(self, groups)
         self._shards.load(
             state_dict["state"], [number for group in groups for number in group["params"]]
         )
-        take_options(self.param_groups, groups)
+        take_groups(self, groups)
 
     @torch.no_grad()
     def sharded_state_dict(self) -> dict[str, Any]:

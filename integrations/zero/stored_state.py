@@ -5,6 +5,7 @@ reads the boxes that make up the range it owns, so a checkpoint does not depend 
 meshes. Numbers are saved as tensors, and nothing is pickled.
 """
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from math import prod
@@ -21,20 +22,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from commpress.collectives.channel import Channel
 from commpress.collectives.reduce_scatter import gather_rows
-from commpress.errors import InvalidArgument, StateMismatch
+from commpress.errors import InvalidArgument, StateMismatch, check_entries
 from commpress.integrations.zero.bucket import OwnedRange, ShardedBucket
 from commpress.integrations.zero.elementwise import takes_tensors
 from commpress.integrations.zero.moments import Moments
-from commpress.integrations.zero.update_chunk import WEIGHT, ChunkRange, UpdateChunk
-from commpress.integrations.zero.wrapper import (
-    MASTER,
-    Wrapper,
-    check_groups,
-    copied,
-    like,
-    probe,
-    trainable,
-)
+from commpress.integrations.zero.update_chunk import WEIGHT, UpdateChunk, ranges_of
+from commpress.integrations.zero.wrapper import MASTER, Wrapper, copied, like, probe, trainable
+from commpress.optim.checkpoint import check_groups, take_groups
 from commpress.optim.layout import Columns, alike, box_of, is_cut, local
 from commpress.tiered_mem import TieredStore
 from commpress.work import Steps
@@ -63,10 +57,7 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
         self._coded, self._store, self._chunks = coded, store, chunks
         self._settle = settle
         self._moments, self._scalars = moments, scalars
-        self._ranges: dict[torch.Tensor, list[tuple[UpdateChunk, ChunkRange]]] = {}
-        for chunk in chunks:
-            for own in chunk.ranges:
-                self._ranges.setdefault(own.parameter, []).append((chunk, own))
+        self._ranges = ranges_of(chunks)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         self._settle()
@@ -106,10 +97,10 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
         result |= {key: alike(value, parameter) for key, value in values.items()}
         return dict(sorted(result.items()))
 
-    @torch.no_grad()
-    def __setitem__(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        self._settle()
-        ranges = self._ranges[parameter]
+    def check(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Raise ``StateMismatch`` unless this is a state of the parameter."""
+        name = self._ranges[parameter][0][1].name
+        check_entries(state, tuple(self._scalars), f"the state of {name!r}")
         for key in self._moments:
             if (
                 key not in state
@@ -117,11 +108,16 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
                 or is_cut(state[key]) != is_cut(parameter)
             ):
                 raise StateMismatch(
-                    f"the state of {ranges[0][1].name!r} has {key!r} of shape "
+                    f"the state of {name!r} has {key!r} of shape "
                     f"{tuple(getattr(state.get(key), 'shape', ()))}, expected "
                     f"{tuple(parameter.shape)}: load the state of the same model and optimizer"
                 )
-        for chunk, own in ranges:
+
+    @torch.no_grad()
+    def __setitem__(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        self._settle()
+        self.check(parameter, state)
+        for chunk, own in self._ranges[parameter]:
             if not chunk.stepped:
                 self._begin(chunk)
             chunk.scalars = {
@@ -164,6 +160,7 @@ class StoredOptimizer(Wrapper):
     prefix: str
     chunks: list[UpdateChunk]
     _coded: Moments
+    _stored: StoredState
 
     def __init__(
         self,
@@ -220,19 +217,47 @@ class StoredOptimizer(Wrapper):
                 ):
                     master.copy_(held)
 
-    def _states_in(self, saved: dict[str, Any]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-        """Return each parameter and its state in a ``state_dict``, empty before the first step."""
-        groups = saved["param_groups"]
-        check_groups(self.param_groups, groups)
-        numbers = [number for group in groups for number in group["params"]]
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state in memory, in the format of ``optimizer``. A running update is
+        finished first."""
+        self.settle_weights()
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a ``state_dict`` of this class or of the plain optimizer. Load the model's weights
+        first. A state that does not fit changes nothing."""
+        groups = state_dict["param_groups"]
+        check_groups(self, groups)
         parameters = [p for group in self.param_groups for p in group["params"]]
-        states = [saved["state"].get(number) or {} for number in numbers]
-        return list(zip(parameters, states, strict=True))
+        numbers = [number for group in groups for number in group["params"]]
+        found = {
+            p: state_dict["state"].get(number) or {}
+            for p, number in zip(parameters, numbers, strict=True)
+        }
+        held = {p: found[p] for p in ranges_of(self.chunks) if found[p]}
+        for p, state in held.items():
+            self._stored.check(p, state)
+        self.settle_weights()
+        self._stored.clear()
+        for p, state in held.items():
+            self._stored[p] = state
+        self._loaded(found)
+        take_groups(self, groups)
+        steps = [int(state["step"]) for state in found.values() if "step" in state]
+        self.steps_done = max(steps, default=self.steps_done)
+
+    def _loaded(self, found: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Follow the states of all parameters, empty before the first step, of which the store has
+        its part."""
+        raise NotImplementedError
 
     # ------------------------------------------------------------ commits
 
     def commit(self) -> int:
-        """Commit the state: a process that is killed afterwards resumes from this step."""
+        """Commit the state: a process that is killed afterwards resumes from this step. A running
+        update is finished first."""
+        self.settle_weights()
         return self.store.commit()
 
     def _record(self) -> None:
@@ -247,7 +272,12 @@ class StoredOptimizer(Wrapper):
             self.commit()
 
     def _layout(self) -> int:
-        """Return a hash of the places of all parts."""
+        """Return a hash of the optimizer's state and of the places of all parts."""
+        bits = ["8 bits"] if self._coded.quantised else []
+        state = [self._optimizer.__name__, *bits, *self._moments, *self._scalars]
+        return zlib.crc32(";".join([*state, *self._places_of_parts()]).encode())
+
+    def _places_of_parts(self) -> list[str]:
         raise NotImplementedError
 
     @property
@@ -439,21 +469,29 @@ class PartitionedState:
 
     def load(self, states: dict[int, dict[str, Any]], numbers: Sequence[int]) -> None:
         """Load the state of all parameters; ``numbers``: key of each in ``states``."""
-        every = [(bucket, own) for bucket in self._buckets for own in bucket.ranges]
-        # before anything is changed
-        loaded = [_cut(own, states.get(numbers[own.member.index], {})) for _, own in every]
-        for bucket in self._buckets:
-            bucket.adopt()
-        for (bucket, own), values in zip(every, loaded, strict=True):
-            master = values.pop(MASTER, None)
-            if bucket.mastered and master is not None:
-                own.weight.copy_(master)
-        self._replace([(own, values) for (_, own), values in zip(every, loaded, strict=True)])
+        parts: dict[OwnedRange, dict[str, Any]] = {}
+        for own in (own for bucket in self._buckets for own in bucket.ranges):
+            state = states.get(numbers[own.member.index], {})
+            entries = (*self._moments, *self._scalars) if state else ()
+            check_entries(state, entries, f"the state of {own.member.name!r}")
+            parts[own] = _cut(own, state)
+        self._take(parts)
 
-    def _replace(self, every: Sequence[tuple[OwnedRange, dict[str, Any]]]) -> None:
-        if not any(values for _, values in every):
+    def _take(self, parts: Mapping[OwnedRange, dict[str, Any]]) -> None:
+        """Load the state of each range; a float32 master that is not among them starts from the
+        weights."""
+        for bucket in self._buckets:
+            if bucket.mastered and all(MASTER in parts[own] for own in bucket.ranges):
+                bucket.trust()
+            else:
+                bucket.adopt()
+            for own in bucket.ranges:
+                master = parts[own].pop(MASTER, own.weight)
+                if bucket.mastered and master is not own.weight:
+                    own.weight.copy_(master)
+        if not any(parts.values()):
             self._state.clear()
-        for own, values in every:
+        for own, values in parts.items():
             if values:
                 self._state[own.weight] = values
             elif own.weight in self._state:
@@ -488,22 +526,17 @@ class PartitionedState:
     def load_sharded(self, states: dict[str, dict[str, Any]]) -> None:
         """Load what ``torch.distributed.checkpoint.load`` has written into the result of
         ``sharded``."""
-        every: list[tuple[OwnedRange, dict[str, Any]]] = []
-        for bucket in self._buckets:
-            if bucket.mastered:
-                bucket.trust()  # masters come with the state
-            else:
-                bucket.adopt()
-            for own in bucket.ranges:
-                loaded = states[own.member.name]
-                values = {key: loaded[key].local for key in self._moments}
+        parts: dict[OwnedRange, dict[str, Any]] = {}
+        for own in (own for bucket in self._buckets for own in bucket.ranges):
+            loaded, values = states[own.member.name], parts.setdefault(own, {})
+            if loaded[STEPPED].item():
+                values |= {key: loaded[key].local for key in self._moments}
                 values |= {
                     key: like(example, loaded[key].item()) for key, example in self._scalars.items()
                 }
-                every.append((own, values if loaded[STEPPED].item() else {}))
-                if bucket.mastered and loaded[MASTER].local is not own.weight:
-                    own.weight.copy_(loaded[MASTER].local)
-        self._replace(every)
+            if MASTER in loaded:
+                values[MASTER] = loaded[MASTER].local
+        self._take(parts)
 
 
 def _cut(own: OwnedRange, state: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ import torch
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.bucket import ALIGN, Numbered
 from commpress.integrations.zero.streamed_group import StreamedGroup
-from commpress.integrations.zero.wrapper import copied, options_of
+from commpress.integrations.zero.wrapper import copied
+from commpress.optim.checkpoint import options_of
 from commpress.optim.layout import local
 from commpress.tiered_mem import Pending, TieredStore
 from commpress.work import stream_of
@@ -179,6 +180,18 @@ def chunks(
     return result + _streamed_chunks(groups, prefix, len(result), streamed, whole=whole)
 
 
+Ranges = dict[torch.Tensor, list[tuple[UpdateChunk, ChunkRange]]]
+
+
+def ranges_of(chunks: Iterable[UpdateChunk]) -> Ranges:
+    """Return the chunks with parts of each parameter, and the parts."""
+    found: Ranges = {}
+    for chunk in chunks:
+        for own in chunk.ranges:
+            found.setdefault(own.parameter, []).append((chunk, own))
+    return found
+
+
 def _streamed_chunks(
     groups: Sequence[Sequence[Numbered]],
     prefix: str,
@@ -332,10 +345,7 @@ class StoredGradients(ParameterGradients):
         self.whole: Callable[[UpdateChunk], bool] | None = None  # takes a complete gradient, or not
         self.syncing = True  # False: gradients add up in memory, in float32
         self._held: dict[torch.Tensor, torch.Tensor] = {}  # those, by parameter
-        self._ranges: dict[torch.Tensor, list[tuple[UpdateChunk, ChunkRange]]] = {}
-        for chunk in chunks:
-            for own in chunk.ranges:
-                self._ranges.setdefault(own.parameter, []).append((chunk, own))
+        self._ranges = ranges_of(chunks)
         longest = max(c.numel for c in chunks)
         self._scratch = torch.zeros(longest, pin_memory=_on_card(chunks))
 

@@ -99,11 +99,6 @@ def of_every_rank(channel: Channel, values: list[float]) -> list[float]:
     return every
 
 
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group, as a schedule may have changed them."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
 # ---------------------------------------------------------------- arguments
 
 
@@ -221,22 +216,6 @@ def agreed(steps: Sequence[float]) -> None:
         raise StateMismatch(
             f"the ranks' stores were committed at steps {[int(step) for step in steps]}: a run was "
             "killed while it committed. Restore the same snapshot on every rank, or start anew"
-        )
-
-
-def check_groups(mine: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    if [len(g["params"]) for g in saved] != [len(g["params"]) for g in mine]:
-        raise StateMismatch(
-            f"the state has groups of {[len(g['params']) for g in saved]} parameters, the "
-            f"optimizer of {[len(g['params']) for g in mine]}: load the state of the same model "
-            "and groups"
-        )
-
-
-def take_options(mine: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    for group, other in zip(mine, saved, strict=True):
-        group.update(
-            {key: value for key, value in other.items() if key not in ("params", "param_names")}
         )
 
 

@@ -1,6 +1,7 @@
-"""FSDP2: residuals are saved and loaded, exactly and on another world size, and nothing of a
-gradient is lost."""
+"""FSDP2: states that do not fit are refused, and nothing of a gradient is lost.
+tests/state/test_real_ranks.py saves and loads those that do."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,68 +9,35 @@ import torch
 import torch.distributed as dist
 
 import commpress
-from commpress.errors import StateMismatch
-from fsdp_twin import Plan, Session, Trained
+from commpress.collectives.topology import Topology
+from fsdp_twin import Plan, Session
+from ranks import caught
 
 WHOLE = commpress.ByName({"up.weight": "powersgd-1", "norm": "none"}, "powersgd-2")
+PAIRS = {"topology": Topology(((0, 1), (2, 3)))}
 
 
-def resumed(plan: Plan, folder: str) -> tuple[Trained, Trained]:
-    """Five steps in one go; three steps, saved by every rank and torch's distributed checkpoint,
-    then two in a new session."""
-    from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    torch.set_num_threads(1)
-    whole = Session(plan).run().trained()
-    short = Session(Plan(**{**plan.__dict__, "steps": 3})).run()
-    torch.save(short.state.state_dict(), f"{folder}/rank{dist.get_rank()}.pt")
-    model, optimizer = get_state_dict(short.model, short.optimizer)
-    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-
-    again = Session(Plan(**{**plan.__dict__, "steps": 2, "first": 3}))
-    model, optimizer = get_state_dict(again.model, again.optimizer)
-    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-    set_state_dict(again.model, again.optimizer, model_state_dict=model, optim_state_dict=optimizer)
-    again.state.load_state_dict(torch.load(f"{folder}/rank{dist.get_rank()}.pt", weights_only=True))
-    return whole, again.run().trained()
-
-
-@pytest.mark.slow  # by torch's checkpoints; tests/state/test_real_ranks.py saves states as they are
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan(codec="int4", steps=5),
-        Plan(codec="int4", weights=commpress.Difference("int4"), dtype=torch.bfloat16, steps=5),
-        Plan(codec=WHOLE, steps=5),
-    ],
-    ids=str,
-)
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(pool, tmp_path, plan):
-    for whole, again in pool.run(resumed, plan, str(tmp_path), size=2):
-        assert again.losses == whole.losses[-2:]
-        for name in whole.parameters:
-            assert torch.equal(again.parameters[name], whole.parameters[name]), name
-
-
-def too_few(folder: str) -> list[str]:
-    """Errors of states that are not those of all ranks, and of residuals in codes."""
-    said = []
+def misfits() -> dict[str, str]:
+    """Errors of states that are not those of all ranks, in codes, or of two hops."""
+    calls = {}
     for kept, given in ((True, 3), ("shift8", 4)):
         session = Session(Plan(codec="int4", steps=1, options={"error_feedback": kept})).run()
         states: list[Any] = [None] * 4
         dist.all_gather_object(states, session.state.state_dict())
-        with pytest.raises(StateMismatch) as caught:
-            session.state.load_state_dict(*states[:given])
-        said.append(str(caught.value))
-    return said
+        calls[str(kept)] = partial(session.state.load_state_dict, *states[:given])
+    one, two = (Session(Plan(codec=WHOLE, options=options)) for options in ({}, PAIRS))
+    calls["save"] = two.state.elastic_state_dict
+    calls["load"] = partial(two.state.load_state_dict, one.state.elastic_state_dict())
+    return {name: str(caught(call)) for name, call in calls.items()}
 
 
-def test_states_that_do_not_fit_another_world_size_say_so(pool, tmp_path):
-    for missing, coded in pool.run(too_few, str(tmp_path), size=4):
-        assert "ranks [0, 1, 2] of a run on 4" in missing
-        assert "residuals were kept in 'shift" in coded
-        assert "resume on 4 ranks" in coded
+def test_states_that_do_not_fit_say_so(pool):
+    for said in pool.run(misfits, size=4):
+        assert "ranks [0, 1, 2] of a run on 4" in said["True"]
+        assert "residuals were kept in 'shift" in said["shift8"]
+        assert "resume on 4 ranks" in said["shift8"]
+        assert "no elastic form: save with state_dict()" in said["save"]
+        assert "leave topology= out" in said["load"]
 
 
 def telescoped(codec: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -33,12 +33,7 @@ def test_many_steps_give_the_bits_of_plain_fsdp2(pool, size, steps):
         Plan(**LOSSLESS, dtype=BF16, options={"regather": True}),
         Plan(**LOSSLESS, dtype=BF16, accumulate=2, columns=True),
         Plan(codec="none", weights="exact", dtype=BF16, accumulate=3, sync_last=True),
-        seldom(Plan(**LOSSLESS)),
-        seldom(Plan(**LOSSLESS, model_dtype=BF16)),
-        seldom(Plan(**LOSSLESS, dtype=BF16, options={"overlap": False})),
-        seldom(Plan(**LOSSLESS, dtype=BF16, reshard=False, recompute=True)),
-        seldom(Plan(**LOSSLESS, dtype=BF16, accumulate=3, sync_last=True)),
-        seldom(Plan(codec="none", weights="exact", dtype=BF16)),
+        seldom(Plan(**LOSSLESS, model_dtype=BF16, options={"overlap": False})),
     ],
     ids=str,
 )

@@ -1,5 +1,4 @@
-"""FSDP2 with codecs of whole tensors: PowerSGD gives the bits that it gives under DDP, and
-resumes."""
+"""FSDP2 with codecs of whole tensors: PowerSGD gives the bits that it gives under DDP."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 from commpress.collectives.topology import Topology
-from commpress.errors import InvalidArgument, StateMismatch
-from fsdp_twin import Net, Plan, Session, carried
+from commpress.errors import InvalidArgument
+from fsdp_twin import Net, Plan, Session
 from variants import seldom
 
 LOW_RANK = commpress.ByName({"norm|bias": "none"}, "powersgd-2")
@@ -22,7 +21,6 @@ MIXED = commpress.ByName(
 )
 CODECS = {"powersgd": LOW_RANK, "mixed": MIXED}
 PLAN = Plan(weights=None, steps=3)
-PAIRS = {"topology": Topology(((0, 1), (2, 3)))}
 # others are rounded twice at the end of a vector
 HALF = replace(PLAN, model_dtype=torch.bfloat16, lr=0.125, momentum=0.0)
 
@@ -73,21 +71,16 @@ def against_ddp(plan: Plan) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("codec", "plan", "size"),
     [
-        seldom("powersgd", PLAN, 2),
         ("powersgd", PLAN, 3),
-        seldom("mixed", PLAN, 3),
-        seldom("mixed", replace(PLAN, options={"overlap": False}), 2),
         ("mixed", HALF, 3),
-        seldom("mixed", replace(PLAN, scale=1024.0), 2),
         ("mixed", replace(PLAN, columns=True), 4),
         ("powersgd", replace(PLAN, steps=1, divide=8.0), 2),
         seldom("mixed", replace(PLAN, options={"error_feedback": False}), 2),
-        seldom("mixed", replace(PLAN, options=PAIRS), 4),
         (
             "mixed",
             replace(
                 PLAN,
-                options={**PAIRS, "topology": Topology(((0, 2), (1, 3))), "overlap": False},
+                options={"topology": Topology(((0, 2), (1, 3))), "overlap": False},
                 scale=64.0,
             ),
             4,
@@ -104,81 +97,7 @@ def test_equals_ddp_bit_for_bit(pool, codec, plan, size):
         assert found["sent"][0] > 0
 
 
-# ---------------------------------------------------------------- two levels
-
-
-def resumed_between_nodes() -> list[bool]:
-    """True for each tensor that a run which was saved and loaded after two steps ends with, as one
-    without a break does."""
-    torch.set_num_threads(1)
-    plan = replace(PLAN, steps=4, codec=MIXED, momentum=0.0, options=PAIRS)
-    whole = Session(plan).run()
-    first = Session(replace(plan, steps=2)).run()
-    second = Session(replace(plan, steps=2, first=2))
-    second.model.load_state_dict(first.model.state_dict())
-    second.state.load_state_dict(first.state.state_dict())
-    second.run()
-    with pytest.raises(StateMismatch, match=r"no elastic form: save with state_dict\(\)"):
-        whole.state.elastic_state_dict()
-    with pytest.raises(StateMismatch, match="leave topology= out"):
-        second.state.load_state_dict(
-            Session(replace(PLAN, codec=MIXED)).run().state.elastic_state_dict()
-        )
-    ended, going_on = whole.trained().parameters, second.trained().parameters
-    return [torch.equal(ended[name], going_on[name]) for name in ended]
-
-
-def test_a_run_between_nodes_resumes_in_every_bit(pool):
-    assert all(all(found) for found in pool.run(resumed_between_nodes, size=4))
-
-
-# ---------------------------------------------------------------- checkpoints
-
-
-@pytest.mark.parametrize("columns", [False, True])
-def test_what_is_owed_and_learnt_survives_another_world_size(pool, tmp_path, columns):
-    rules = {"up.weight": "powersgd-1", "down.weight": "int4", "head": "none", "norm|bias": "none"}
-    plan = replace(PLAN, codec=commpress.ByName(rules, "powersgd-2"), columns=columns)
-    saved, *_ = pool.run(carried, plan, str(tmp_path), False, size=4)
-    for loaded in pool.run(carried, plan, str(tmp_path), True, size=2):
-        for kind in ("residuals", "bases"):
-            assert loaded[kind].keys() == saved[kind].keys()
-            for name, values in saved[kind].items():
-                torch.testing.assert_close(loaded[kind][name], values, atol=1e-7, rtol=1e-6)
-    for name in ("tokens.weight", "blocks.1.up.weight", "blocks.0.down.weight"):
-        assert saved["residuals"][name].abs().sum() > 0, name
-    assert saved["bases"]
-
-
 # ---------------------------------------------------------------- what goes wrong
-
-
-def poisoned(options: dict[str, Any]) -> list[bool]:
-    """True if gradients are zeros, and residuals and bases unchanged, after a backward with
-    infinity on a rank."""
-    torch.set_num_threads(1)
-    session = Session(replace(PLAN, codec=MIXED, options=options)).run()
-    before = session.state.state_dict()
-    x = torch.zeros(2, dtype=torch.long)
-    (session.model(x).square().mean() * (float("inf") if dist.get_rank() == 1 else 1.0)).backward()
-    after = session.state.state_dict()
-    zeros = [bool((p.grad.to_local() == 0).all()) for p in session.model.parameters()]
-    same = [
-        torch.equal(after[kind][k], v)
-        for kind in ("residuals", "bases")
-        for k, v in before[kind].items()
-    ]
-    return [
-        *zeros,
-        *same,
-        len(before["bases"]) > 0,
-    ]
-
-
-@pytest.mark.parametrize(("size", "options"), [(2, {}), (4, PAIRS)])
-def test_a_rank_that_is_not_finite_changes_no_residual_or_basis(pool, size, options):
-    for found in pool.run(poisoned, options, size=size):
-        assert all(found)
 
 
 def refused() -> None:

@@ -17,6 +17,7 @@ CASES = [(name, at) for name, kind in REAL.items() for at in kind.ats]
 REFORM = [(name, at) for name, at in CASES if REAL[name].of.reforms]
 REFUSE = [case for case in CASES if REAL[case[0]].refuses]
 JOIN = [(name, at) for name, at in CASES if REAL[name].of.joins]
+SIZES = [(*case, REAL[case[0]].sizes[i % len(REAL[case[0]].sizes)]) for i, case in enumerate(JOIN)]
 
 
 def obey(law, *case):
@@ -33,11 +34,9 @@ def test_what_does_not_fit_is_named(pool, name, at):
     pool.run(obey, "refuses", name, at, size=2)
 
 
-@pytest.mark.parametrize(
-    ("name", "at", "size"), [(*case, (1, 2, 4)[i % 3]) for i, case in enumerate(JOIN)]
-)
+@pytest.mark.parametrize(("name", "at", "size"), SIZES)
 def test_another_number_of_ranks_goes_on(pool, name, at, size):
-    pool.run(obey, "goes on", name, at, size, size=max(size, 3))
+    pool.run(obey, "goes on", name, at, size, size=max(size, REAL[name].size))
 
 
 @pytest.mark.parametrize(("name", "at"), REFORM)

@@ -1,17 +1,11 @@
-"""One rank trains with its optimizer in a store: ``python offload_run.py FOLDER FIRST LAST``,
-printing each step.
+"""One rank trains with its optimizer in a store. Batches and learning rates depend on the step
+alone, so that a run which goes on needs nothing but the store."""
 
-Batches and learning rates depend on the step alone, so a run that goes on after a kill needs
-nothing but the store.
-"""
-
-import sys
 from typing import Any
 
 import torch
 
 import commpress
-from small_store import open_store
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
 
@@ -48,8 +42,6 @@ def train(
     optimizer: torch.optim.Optimizer,
     first: int,
     last: int,
-    *,
-    say: bool = False,
 ) -> None:
     for step in range(first, last):
         for group in optimizer.param_groups:
@@ -60,18 +52,3 @@ def train(
         if net[0].weight.grad is not None:
             torch.nn.utils.clip_grad_norm_(net.parameters(), 0.3)
         optimizer.step()
-        if say:
-            print(step, flush=True)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)  # as tests do: products round by that
-    net = model()
-    with open_store(sys.argv[1]) as store:
-        train(
-            net,
-            offloaded(net, store, commit_every=3),
-            int(sys.argv[2]),
-            int(sys.argv[3]),
-            say=True,
-        )

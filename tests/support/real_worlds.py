@@ -8,14 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 import commpress.backend
 from commpress.codecs import ByName, SignCodec
+from commpress.collectives.topology import Topology
 from commpress.collectives.transports.factory import own_transport
 from commpress.errors import CommunicationError
 from commpress.integrations.process_group.group_options import GroupOptions
@@ -248,6 +249,7 @@ class RealKind(Kind):
     """``size``: ranks of the laws; ``options`` of a group that compresses."""
 
     size = 3
+    sizes = 1, 2, 4  # other numbers of ranks
     options: Any = None
     refuses = False  # whatever a state lacks
 
@@ -315,52 +317,100 @@ def hook(codec: Any, of: type[Process] = Hooked, ats: Any = (3,), **options: Any
 
 
 class Sharding(Process):
-    joins, exactly = True, ("own",)  # states of all ranks are averaged
+    joins = elastic = True
+    exactly = ("own",)  # states of all ranks are averaged
+    dim = 0  # along which matrices are cut whose width any number of ranks divides
 
     def wrapped(self, model: nn.Module, group: Any) -> nn.Module:
-        self.mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+        return self.cut(model, DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",)))
+
+    def cut(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         for each in (model.up, model.down, model):
-            fully_shard(each, mesh=self.mesh)
+            fully_shard(each, mesh=mesh, shard_placement_fn=self.placed)
         return model
+
+    def placed(self, p: torch.Tensor) -> Shard:
+        return Shard(self.dim if p.shape[1:] == (WIDTH,) else 0)
+
+    def save_elastically(self) -> Any:
+        """Residuals as whole tensors, as a checkpoint joins them."""
+        state = self.owner.elastic_state_dict()
+        whole = {name: each.full_tensor() for name, each in state["residuals"].items()}
+        return state | {"residuals": whole}
 
     def share(self, state: Any, rank: int, size: int) -> dict[str, torch.Tensor]:
-        whole = self.owner.elastic_state_dict()["residuals"]
-        found = {name: each.full_tensor().double().view(-1) for name, each in whole.items()}
-        return {} if rank else found
+        whole = self.save_elastically()["residuals"]
+        return {} if rank else {name: each.double().view(-1) for name, each in whole.items()}
 
     def alike(self) -> Mapping[str, Any]:
-        elastic = self.owner.elastic_state_dict()
-        return {"step": self.owner.step, "bases": elastic.get("bases", {})}
+        return {name: self.save_elastically()[name] for name in ("step", "bases", "rules")}
 
 
-class Hybrid(Sharding):
-    joins = False
+class InColumns(Sharding):
+    dim = 1
 
-    def wrapped(self, model: nn.Module, group: Any) -> nn.Module:
-        self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        for each in (model.up, model.down, model):
-            fully_shard(each, mesh=self.mesh["shard"])
-        return model
 
-    def among(self) -> Any:
-        return self.mesh["replicate"]
+class BetweenNodes(Sharding):
+    joins = elastic = False
 
     def alike(self) -> Mapping[str, Any]:
         return {"step": self.owner.step}
 
 
-def shards(codec: Any, weights: Any = None, **options: Any) -> RealKind:
+class Hybrid(Sharding):
+    """Two shards of each replica, whose states fit other numbers of replicas."""
+
+    def wrapped(self, model: nn.Module, group: Any) -> nn.Module:
+        return self.cut(model, group["shard"])
+
+    def among(self) -> Any:
+        return self.group["replicate"]
+
+    def save(self) -> Any:
+        return super().save() | {"shard": self.group.get_local_rank("shard")}
+
+    def save_elastically(self) -> Any:
+        return self.owner.elastic_state_dict() | {"shard": self.group.get_local_rank("shard")}
+
+    def load(self, *states: Any) -> None:
+        own = self.group.get_local_rank("shard")
+        super().load(*(state for state in states if state["shard"] == own))
+
+    def share(self, state: Any, rank: int, size: int) -> dict[str, torch.Tensor]:
+        found = Rank.share(self, state, rank // 2, size // 2)
+        return {f"{name} {state['shard']}": part for name, part in found.items()}
+
+    def alike(self) -> Mapping[str, Any]:
+        return {"step": self.owner.steps_done}
+
+
+class HybridKind(RealKind):
+    size, sizes = 4, (2,)
+
+    def grouped(self, processes: Sequence[int]) -> Any:
+        ranks = torch.tensor(processes).view(-1, 2)
+        return DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def shards(
+    codec: Any,
+    weights: Any = None,
+    of: type[Process] = Sharding,
+    size: int = 3,
+    refuses: bool = False,
+    **options: Any,
+) -> RealKind:
     def make(model: nn.Module, group: Any) -> Any:
         return commpress.compress_fsdp(model, codec, weights, **{"min_numel": 1} | options)
 
-    return RealKind(Sharding, make, (3,), refuses=not isinstance(weights, commpress.Difference))
+    return RealKind(of, make, (3,), refuses=refuses, size=size)
 
 
 def hybrid(codec: Any) -> RealKind:
     def make(model: nn.Module, mesh: Any) -> Any:
         return commpress.compress_hsdp(model, mesh, codec, min_numel=1)
 
-    return RealKind(Hybrid, make, (3,), size=4)
+    return HybridKind(Hybrid, make, (3,))
 
 
 # ---------------------------------------------------------------- ZeRO
@@ -439,8 +489,10 @@ def grouped(**options: Any) -> RealKind:
     return RealKind(Grouped, lambda model, group: group, (3,), options=given)
 
 
+PAIRS = Topology(((0, 1), (2, 3)))
 MIXED = ByName({"tokens": SignCodec(block=0), "up.weight": "powersgd-2", "norm": "int8"}, "sign")
 WHOLE = ByName({"up.weight": "powersgd-1", "norm|bias": "none"}, "powersgd-2")
+HALF_WHOLE = ByName({"up.weight": "int4", "norm|bias": "none"}, "powersgd-2")
 
 REAL = {
     "hook": hook(MIXED),
@@ -449,9 +501,13 @@ REAL = {
     "hook, static graph": hook("sign", Static),
     "hook, nodes": hook(MIXED, InNodes, topology="2,1"),
     "hook, ranks of layers": hook(commpress.PerLayer("powersgd-4+fp8", 2)),
-    "FSDP2": shards("int4", "int8"),
-    "FSDP2, matrices": shards(WHOLE),
+    "FSDP2": shards("int4", "int8", refuses=True),
+    "FSDP2, matrices": shards(WHOLE, refuses=True),
     "FSDP2, differences": shards("int4", commpress.Difference("int4")),
+    "FSDP2, columns": shards(HALF_WHOLE, of=InColumns),
+    "FSDP2, nodes": shards(HALF_WHOLE, of=BetweenNodes, size=4, topology=PAIRS),
+    "FSDP2, codecs of layers": shards(commpress.PerLayer("int4", 2)),
+    "FSDP2, ranks of layers": shards(commpress.PerLayer("powersgd-3+fp8", 2)),
     "HSDP": hybrid("int4"),
     "Partitioned": zero(),
     "Partitioned, int8": zero(Coded, codec="int8", weights="int8"),

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import commpress
+from state_worlds import apart
 from zero_twin import clip
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
@@ -113,3 +114,31 @@ def train(
             clip(net.parameters(), 0.5)
         optimizer.step()
     return losses
+
+
+class Twins:
+    """A streamed model beside its plain twin, each with its optimizer."""
+
+    def __init__(
+        self, store: commpress.TieredStore, net: nn.Module, other: nn.Module, **options: Any
+    ) -> None:
+        self.net, self.other = net, other
+        self.streamed = commpress.stream(net, store=store, chunk_mb=0.04)
+        self.optimizer = offloaded(net, store, **options)
+        self.twin = torch.optim.AdamW(groups(other), **OPTIONS)
+
+    def backward(self, step: int, part: int = 0) -> None:
+        for model in (self.net, self.other):
+            loss_of(model, step, part).backward()
+
+    def step(self, limit: float = 0.5) -> None:
+        """Take a step of both; the twin has zeros where there is no gradient."""
+        clip(self.other.parameters(), limit)
+        for one in (self.optimizer, self.twin):
+            one.step()
+            one.zero_grad()
+
+    def check(self) -> None:
+        """Assert that both have the same weights, and that nothing stays in memory."""
+        assert not apart(self.streamed.state_dict(), dict(self.other.state_dict()))
+        assert not any(group.present or group.holders for group in self.streamed.groups)

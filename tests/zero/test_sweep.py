@@ -12,7 +12,8 @@ import commpress
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.sweep import Sweep
 from small_store import open_store
-from stream_twin import OPTIONS, groups, loss_of, made, offloaded, untied
+from state_worlds import apart
+from stream_twin import OPTIONS, Twins, loss_of, made, offloaded, untied
 from zero_twin import clip
 
 LAYERS = 6
@@ -46,26 +47,16 @@ class Gate:
 
 
 def stepped(store, layers=LAYERS, error=None, **more):
-    """A streamed model, its twin after the same step, and the update of its last layer, which
+    """A streamed model and its twin after the same step, and the update of its last layer, which
     waits."""
-    net, other = made(layers=layers), made(layers=layers)
-    streamed = commpress.stream(net, store=store, chunk_mb=0.04)
-    optimizer, twin = offloaded(net, store, **more), torch.optim.AdamW(groups(other), **OPTIONS)
+    pair = Twins(store, made(layers=layers), made(layers=layers), **more)
     for step in range(3):
-        for one in (net, other):
-            loss_of(one, step, 0).backward()
-        clip(other.parameters(), 0.5)
-        gate = Gate(streamed, net.layers[-1], optimizer, error) if step == 2 else None
-        for one in (optimizer, twin):
-            one.step()
-            one.zero_grad()
+        pair.backward(step)
+        if step == 2:
+            gate = Gate(pair.streamed, pair.net.layers[-1], pair.optimizer, error)
+        pair.step()
     assert gate.reached.wait(60)
-    return net, other, streamed, optimizer, twin, gate
-
-
-def check(streamed, other):
-    for name, value in streamed.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
+    return pair, gate
 
 
 def in_a_thread(call):
@@ -76,8 +67,8 @@ def in_a_thread(call):
 
 
 def test_a_forward_goes_as_far_as_values_are_up_to_date(store):
-    net, other, streamed, optimizer, twin, gate = stepped(store)
-    entered = []
+    pair, gate = stepped(store)
+    net, entered = pair.net, []
     for layer in net.layers:
         layer.register_forward_pre_hook(lambda layer, _: entered.append(layer))
     thread, found = in_a_thread(lambda: loss_of(net, 3, 0))
@@ -86,16 +77,16 @@ def test_a_forward_goes_as_far_as_values_are_up_to_date(store):
     assert entered == list(net.layers)[:-1]
     gate.open.set()
     thread.join(60)
-    assert found[0].item() == loss_of(other, 3, 0).item()
-    found[0].backward()
-    loss_of(other, 3, 0).backward()
-    clip(other.parameters(), 0.5)
-    for one in (optimizer, twin):
-        one.step()
-    check(streamed, other)
+    wanted = loss_of(pair.other, 3, 0)
+    assert found[0].item() == wanted.item()
+    for loss in (found[0], wanted):
+        loss.backward()
+    pair.step()
+    pair.check()
 
 
-def states(net, streamed, optimizer, store):
+def states(pair, store):
+    net, streamed, optimizer = pair.net, pair.streamed, pair.optimizer
     return {
         "model": lambda: net.state_dict()["head.weight"],
         "streamed": lambda: streamed.state_dict()["head.weight"],
@@ -126,8 +117,9 @@ def states(net, streamed, optimizer, store):
     ],
 )
 def test_who_reads_waits_for_the_end(store, reader):
-    net, other, streamed, optimizer, twin, gate = stepped(store)
-    thread, found = in_a_thread(states(net, streamed, optimizer, store)[reader])
+    pair, gate = stepped(store)
+    other, twin = pair.other, pair.twin
+    thread, found = in_a_thread(states(pair, store)[reader])
     thread.join(0.3)
     assert thread.is_alive()
     gate.open.set()
@@ -141,23 +133,23 @@ def test_who_reads_waits_for_the_end(store, reader):
     if reader in wanted:
         assert torch.equal(found[0], wanted[reader]())
     assert found
-    assert not optimizer._running or reader in ("model", "streamed")
+    assert not pair.optimizer._running or reader in ("model", "streamed")
 
 
 def test_an_error_of_the_update_is_raised_where_its_values_are_wanted(store):
-    net, _, streamed, optimizer, _, gate = stepped(store, error=InvalidArgument("lost"))
+    pair, gate = stepped(store, error=InvalidArgument("lost"))
     gate.open.set()
     for _ in range(2):
         with pytest.raises(InvalidArgument, match="lost"):
-            loss_of(net, 3, 0)
-    with pytest.raises(InvalidArgument, match="lost"):
-        optimizer.step()
-    with pytest.raises(InvalidArgument, match="lost"):
-        streamed.state_dict()
+            loss_of(pair.net, 3, 0)
+    for use in (pair.optimizer.step, pair.streamed.state_dict):
+        with pytest.raises(InvalidArgument, match="lost"):
+            use()
 
 
 def test_half_an_update_is_never_committed(store):
-    *_, optimizer, _, gate = stepped(store, error=InvalidArgument("lost"))
+    pair, gate = stepped(store, error=InvalidArgument("lost"))
+    optimizer = pair.optimizer
     gate.open.set()
     for call in (optimizer.report, optimizer.commit, store.commit, optimizer.commit):
         with pytest.raises(InvalidArgument, match="lost"):
@@ -166,17 +158,17 @@ def test_half_an_update_is_never_committed(store):
 
 
 def test_who_is_interrupted_while_waiting_waits_again(store, monkeypatch):
-    _, other, streamed, optimizer, _, gate = stepped(store)
+    pair, gate = stepped(store)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "join", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            optimizer.finish()
-    thread, _ = in_a_thread(optimizer.commit)
+            pair.optimizer.finish()
+    thread, _ = in_a_thread(pair.optimizer.commit)
     thread.join(0.3)
     assert thread.is_alive()
     gate.open.set()
     thread.join(60)
-    check(streamed, other)
+    pair.check()
 
 
 def interrupted(thread):
@@ -202,35 +194,29 @@ def test_two_optimizers_of_one_model(store):
         for one in (*ours, *twins):
             one.step()
             one.zero_grad()
-    check(streamed, other)
+    assert not apart(streamed.state_dict(), dict(other.state_dict()))
 
 
 def test_a_rate_in_a_tensor_is_that_of_its_step(store):
-    net, other = made(layers=LAYERS), made(layers=LAYERS)
-    streamed = commpress.stream(net, store=store, chunk_mb=0.04)
-    rates = [torch.tensor(1e-2), torch.tensor(1e-2)]
-    optimizer = offloaded(net, store, max_grad_norm=None, lr=rates[0])
-    twin = torch.optim.AdamW(groups(other), **OPTIONS | {"lr": rates[1]})
-    gate = Gate(streamed, net.layers[-1], optimizer)
-    for model in (net, other):
-        loss_of(model, 0, 0).backward()
-    clip(other.parameters(), NEVER)
-    for one in (optimizer, twin):
-        one.step()
-    for group in optimizer.param_groups:
-        group["lr"].fill_(1.0)  # as a scheduler does
+    rate = torch.tensor(OPTIONS["lr"])
+    models = made(layers=LAYERS), made(layers=LAYERS)
+    pair = Twins(store, *models, max_grad_norm=None, lr=rate)
+    gate = Gate(pair.streamed, pair.net.layers[-1], pair.optimizer)
+    pair.backward(0)
+    pair.step(NEVER)
+    rate.fill_(1.0)  # as a scheduler does
     gate.open.set()
-    check(streamed, other)
+    pair.check()
 
 
 def test_who_has_borrowed_what_the_update_waits_for_is_told(store):
-    *_, optimizer, _, gate = stepped(store)
+    pair, gate = stepped(store)
     with store.borrow(sorted(gate.names)[0], write=False):
-        for call in (store.commit, optimizer.state_dict):
+        for call in (store.commit, pair.optimizer.state_dict):
             with pytest.raises(InvalidArgument, match=r"borrowed here.*leave its context"):
                 call()
     gate.open.set()
-    optimizer.commit()
+    pair.optimizer.commit()
 
 
 def test_after_a_step_that_failed_gradients_can_be_cleared(tmp_path):
@@ -271,10 +257,10 @@ def test_a_commit_of_the_store_leaves_a_delayed_update_delayed(store):
 
 def test_values_kept_in_memory_for_the_forward_are_not_read_again(tmp_path):
     with open_store(tmp_path / "store", host="2MiB") as store:
-        _, _, _, optimizer, _, gate = stepped(store)
+        pair, gate = stepped(store)
         gate.open.set()
-        optimizer.finish()
-        last = next(chunk for chunk in optimizer.chunks if chunk.values in gate.names)
+        pair.optimizer.finish()
+        last = next(chunk for chunk in pair.optimizer.chunks if chunk.values in gate.names)
         assert last.passes
         assert store.info(last.values).tier == "host"
 
@@ -305,36 +291,25 @@ def test_an_update_that_has_ended_waits_for_nobody():
 
 
 def in_backward(store, make=made, **more):
-    net, other = make(layers=LAYERS), make(layers=LAYERS)
-    streamed = commpress.stream(net, store=store, chunk_mb=0.04)
     given = {"gradients": "backward", "max_grad_norm": None} | more
-    return (
-        net,
-        other,
-        streamed,
-        offloaded(net, store, **given),
-        torch.optim.AdamW(groups(other), **OPTIONS),
-    )
+    return Twins(store, make(layers=LAYERS), make(layers=LAYERS), **given)
 
 
 def test_updates_in_backward_equal_those_of_step(store):
     """A schedule, tied, frozen and unused parameters among them."""
-    net, other, streamed, optimizer, twin = in_backward(store)
-    early = []
+    pair, early = in_backward(store), []
+    net, streamed, optimizer, twin = pair.net, pair.streamed, pair.optimizer, pair.twin
     optimizer._early._update = lambda chunk, later, run=optimizer._early._update: (
         early.append((chunk, len(later))),
         time.sleep(0.002),  # so that step finds some of them running
         run(chunk, later),
     )
     for step in range(5):
-        for model, one in ((net, optimizer), (other, twin)):
-            for group in one.param_groups:
-                group["lr"] = OPTIONS["lr"] * 0.9**step
-            loss_of(model, step, 0).backward()
-            clip(other.parameters(), NEVER)
-            one.step()
-            one.zero_grad()
-    check(streamed, other)
+        for group in (*optimizer.param_groups, *twin.param_groups):
+            group["lr"] = OPTIONS["lr"] * 0.9**step
+        pair.backward(step)
+        pair.step(NEVER)
+    pair.check()
     for number, state in twin.state_dict()["state"].items():
         found = optimizer.state_dict()["state"][number]
         assert torch.equal(found["exp_avg_sq"], state["exp_avg_sq"])
@@ -351,35 +326,32 @@ def test_updates_in_backward_equal_those_of_step(store):
 
 def test_updates_in_backward_begin_after_the_last_step(store):
     """A module that no forward waits for is updated by the options of its own step."""
-    net, other, streamed, optimizer, twin = in_backward(store)
-    gate = Gate(streamed, net.unused, optimizer)
+    pair = in_backward(store)
+    gate = Gate(pair.streamed, pair.net.unused, pair.optimizer)
     for step in range(2):
-        for one in (optimizer, twin):
-            for group in one.param_groups:
-                group["lr"] = OPTIONS["lr"] / (1 + step)
-        for model in (net, other):
+        for group in (*pair.optimizer.param_groups, *pair.twin.param_groups):
+            group["lr"] = OPTIONS["lr"] / (1 + step)
+        for model in (pair.net, pair.other):
             loss = loss_of(model, step, 0)
             thread, _ = in_a_thread(loss.backward)
-            if model is net and step == 1:
+            if model is pair.net and step == 1:
                 thread.join(0.3)
                 assert thread.is_alive(), "the update of the step before goes on"
                 gate.open.set()
             thread.join(60)
-        clip(other.parameters(), NEVER)
-        for one in (optimizer, twin):
-            one.step()
-            one.zero_grad()
-    check(streamed, other)
+        pair.step(NEVER)
+    pair.check()
 
 
 def test_gradients_of_updates_in_backward_never_leave_memory(tmp_path):
     written = []
     for gradients in ("store", "backward"):
         with open_store(tmp_path / gradients, host="2MiB") as store:
-            net, _, _, optimizer, _ = in_backward(store, gradients=gradients)
+            pair = in_backward(store, gradients=gradients)
+            optimizer = pair.optimizer
             for step in range(3):
                 before = store.traffic()[1]
-                loss_of(net, step, 0).backward()
+                loss_of(pair.net, step, 0).backward()
                 optimizer.step()
                 optimizer.finish()
             written.append(store.traffic()[1] - before)
@@ -388,20 +360,18 @@ def test_gradients_of_updates_in_backward_never_leave_memory(tmp_path):
 
 
 def test_several_micro_batches_are_updated_after_the_last(store):
-    net, other, streamed, optimizer, twin = in_backward(store, untied)
+    pair = in_backward(store, untied)
     for step in range(3):
-        streamed.accumulate(lambda part, step=step: loss_of(net, step, part), range(3))
+        pair.streamed.accumulate(lambda part, step=step: loss_of(pair.net, step, part), range(3))
         for part in range(3):
-            loss_of(other, step, part).backward()
-        clip(other.parameters(), NEVER)
-        for one in (optimizer, twin):
-            one.step()
-            one.zero_grad()
-    check(streamed, other)
+            loss_of(pair.other, step, part).backward()
+        pair.step(NEVER)
+    pair.check()
 
 
 def test_a_second_backward_before_step_is_refused(store):
-    net, _, streamed, *_ = in_backward(store)
+    pair = in_backward(store)
+    net, streamed = pair.net, pair.streamed
     loss_of(net, 0, 0).backward()
     with pytest.raises(InvalidArgument, match=r"second gradient before step.*accumulate"):
         loss_of(net, 0, 1).backward()
@@ -410,8 +380,9 @@ def test_a_second_backward_before_step_is_refused(store):
 
 
 def test_a_commit_between_a_backward_that_updates_and_step_is_refused(store):
-    net, _, _, optimizer, _ = in_backward(store)
-    loss_of(net, 0, 0).backward()
+    pair = in_backward(store)
+    optimizer = pair.optimizer
+    loss_of(pair.net, 0, 0).backward()
     for commit in (store.commit, lambda: store.snapshot("now"), optimizer.commit):
         with pytest.raises(InvalidArgument, match=r"between backward and step.*commit after step"):
             commit()
@@ -420,14 +391,14 @@ def test_a_commit_between_a_backward_that_updates_and_step_is_refused(store):
 
 
 def test_an_error_of_an_update_in_backward_is_raised(store):
-    net, _, _, optimizer, _ = in_backward(store)
+    pair = in_backward(store)
 
     def lost(chunk, later):
         raise InvalidArgument("lost")
 
-    optimizer._early._update = lost
+    pair.optimizer._early._update = lost
     with pytest.raises(InvalidArgument, match="lost"):
-        loss_of(net, 0, 0).backward()
+        loss_of(pair.net, 0, 0).backward()
 
 
 @pytest.mark.parametrize(

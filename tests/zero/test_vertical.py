@@ -15,7 +15,18 @@ from torch.nn.parallel import DistributedDataParallel
 import commpress
 from commpress.errors import InvalidArgument
 from small_store import open_store
-from stream_twin import OPTIONS, WIDTH, WORDS, groups, loss_of, made, offloaded, untied
+from state_worlds import apart
+from stream_twin import (
+    OPTIONS,
+    WIDTH,
+    WORDS,
+    Twins,
+    groups,
+    loss_of,
+    made,
+    offloaded,
+    untied,
+)
 from variants import first
 from zero_twin import Masters, clip
 
@@ -28,9 +39,20 @@ def store(tmp_path):
         yield opened
 
 
+@pytest.fixture
+def pair(store):
+    return Twins(store, untied(), untied())
+
+
 def accumulated(streamed, net, step, parts=PARTS, rank=0, **more):
     found = streamed.accumulate(lambda part: loss_of(net, step, part, rank), range(parts), **more)
     return [loss.item() for loss in found]
+
+
+def both(pair, step, parts=PARTS, **more):
+    """Losses of the micro-batches together, and of one after the other."""
+    together = accumulated(pair.streamed, pair.net, step, parts, **more)
+    return together, horizontal(pair.other, step, parts)
 
 
 def horizontal(net, step, parts=PARTS):
@@ -42,48 +64,29 @@ def horizontal(net, step, parts=PARTS):
     return losses
 
 
-def check(streamed, other):
-    state = streamed.state_dict()
-    for name, value in other.state_dict().items():
-        assert torch.equal(state[name], value), name
-    assert not any(group.present or group.holders for group in streamed.groups)
-
-
 @pytest.mark.parametrize("parts", first(1, [3, 1, 2]))
-def test_equals_the_plain_model(store, parts):
-    net, other = untied(), untied()
-    streamed = commpress.stream(net, store=store, chunk_mb=0.04)
-    optimizer, twin = offloaded(net, store), torch.optim.AdamW(groups(other), **OPTIONS)
+def test_equals_the_plain_model(pair, parts):
     for step in range(6):
-        assert accumulated(streamed, net, step, parts) == horizontal(other, step, parts)
-        clip(other.parameters(), 0.5)
-        for one in (optimizer, twin):
-            one.step()
-            one.zero_grad()
-    check(streamed, other)
+        together, each = both(pair, step, parts)
+        assert together == each
+        pair.step()
+    pair.check()
 
 
 @pytest.mark.parametrize("codec", [None, "exact"])
-def test_inputs_of_blocks_may_be_in_another_tier(store, tmp_path, codec):
-    net, other = untied(), untied()
-    streamed = commpress.stream(net, store=store)
-    optimizer = offloaded(net, store)
-    twin = torch.optim.AdamW(groups(other), **OPTIONS)
+def test_inputs_of_blocks_may_be_in_another_tier(pair, tmp_path, codec):
     with open_store(tmp_path / "tier", host="1MiB") as beside:
         tier = commpress.activations(beside, budget=0, min_bytes=1, codec=codec)
         for step in range(3):
-            got = accumulated(streamed, net, step, activations=tier)
-            assert got == horizontal(other, step)
-            clip(other.parameters(), 0.5)
-            for one in (optimizer, twin):
-                one.step()
-                one.zero_grad()
-        kept = 3 * PARTS * len(net.layers) * 4 * 2 * 8 * WIDTH  # inputs of blocks
+            together, each = both(pair, step, activations=tier)
+            assert together == each
+            pair.step()
+        kept = 3 * PARTS * len(pair.net.layers) * 4 * 2 * 8 * WIDTH  # inputs of blocks
         assert tier.counters.saved == kept
         assert (tier.counters.written == kept) == (codec is None)
         tier.settle()
         assert not list(beside)
-    check(streamed, other)
+    pair.check()
 
 
 def test_larger_blocks_keep_fewer_inputs(store, tmp_path):
@@ -154,7 +157,7 @@ def test_half_precision_adds_up_in_float32(store):
                     total += p.grad
                 p.grad = None
         twin.step(sums)
-    check(streamed, other)
+    assert not apart(streamed.state_dict(), dict(other.state_dict()))
 
 
 class Dropping(nn.Module):
@@ -222,11 +225,9 @@ def test_random_numbers_and_graphs_that_are_no_sequence(store):
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_autocast(store, inside):
+def test_autocast(pair, inside):
     """Autocast of the caller, or of the loss, keeps no copies of the weights of blocks."""
-    net, other = untied(), untied()
-    streamed = commpress.stream(net, store=store)
-    optimizer, keeps = offloaded(net, store), set()
+    net, other, streamed, keeps = pair.net, pair.other, pair.streamed, set()
     net.layers[0].qkv.register_forward_hook(
         lambda *_: keeps.add((torch.is_grad_enabled(), torch.is_autocast_cache_enabled()))
     )
@@ -246,10 +247,8 @@ def test_autocast(store, inside):
     for loss in wanted:
         loss.backward()
     assert [one.item() for one in got] == [one.item() for one in wanted]
-    clip(other.parameters(), 0.5)
-    optimizer.step()
-    torch.optim.AdamW(groups(other), **OPTIONS).step()
-    check(streamed, other)
+    pair.step()
+    pair.check()
 
 
 class Centred(nn.Module):
@@ -445,18 +444,15 @@ def test_blocks_that_cannot_be_computed_again_are_named(store, kind, message):
 @pytest.mark.parametrize("remember", ["reentrant", "new"])
 def test_activation_checkpointing_of_others(store, remember):
     """torch's, with the graph kept, finds nothing to do; with reentrant backwards it is refused."""
-    net, other = untied(remember=remember), untied()
-    streamed = commpress.stream(net, store=store)
-    optimizer = offloaded(net, store)
+    pair = Twins(store, untied(remember=remember), untied())
     if remember == "reentrant":
         with pytest.raises(InvalidArgument, match=r"layers\.2.* so turn checkpointing off"):
-            accumulated(streamed, net, 0)
+            both(pair, 0)
         return
-    assert accumulated(streamed, net, 0) == horizontal(other, 0)
-    clip(other.parameters(), 0.5)
-    optimizer.step()
-    torch.optim.AdamW(groups(other), **OPTIONS).step()
-    check(streamed, other)
+    together, each = both(pair, 0)
+    assert together == each
+    pair.step()
+    pair.check()
 
 
 class Prompted(nn.Module):
@@ -497,10 +493,7 @@ def test_leaves_that_several_micro_batches_pass_to_blocks(store):
 
 @pytest.mark.parametrize("at", ["forward", "backward"])
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-def test_after_an_error_in_a_block_parameters_are_there_when_they_are_needed(store, at, error):
-    net, other = untied(), untied()
-    streamed = commpress.stream(net, store=store)
-    offloaded(net, store)
+def test_after_an_error_in_a_block_parameters_are_there_when_they_are_needed(pair, at, error):
     calls = []
 
     def failing(*_):
@@ -508,21 +501,20 @@ def test_after_an_error_in_a_block_parameters_are_there_when_they_are_needed(sto
         if len(calls) == {"forward": 2, "backward": PARTS + 2}[at]:
             raise error
 
-    handle = net.layers[1].qkv.register_forward_hook(failing)
+    handle = pair.net.layers[1].qkv.register_forward_hook(failing)
     with pytest.raises(error):
-        accumulated(streamed, net, 0)
+        both(pair, 0)
     handle.remove()
     with torch.no_grad():
-        assert loss_of(net, 0, 0) == loss_of(other, 0, 0)
-    assert not any(group.present or group.holders for group in streamed.groups)
-    assert accumulated(streamed, net, 0) == horizontal(other, 0)
-    assert not any(group.present or group.holders for group in streamed.groups)
+        assert loss_of(pair.net, 0, 0) == loss_of(pair.other, 0, 0)
+    pair.check()
+    together, each = both(pair, 0)
+    assert together == each
+    pair.check()
 
 
-def test_errors_end_all_micro_batches_and_leave_nothing_behind(store):
-    net, other = untied(), untied()
-    streamed = commpress.stream(net, store=store)
-    optimizer, twin = offloaded(net, store), torch.optim.AdamW(groups(other), **OPTIONS)
+def test_errors_end_all_micro_batches_and_leave_nothing_behind(pair):
+    net, streamed = pair.net, pair.streamed
 
     def failing(part):
         loss = loss_of(net, 0, part)
@@ -533,7 +525,7 @@ def test_errors_end_all_micro_batches_and_leave_nothing_behind(store):
     for _ in range(2):
         with pytest.raises(OSError, match="no more data"):
             streamed.accumulate(failing, range(PARTS))
-        assert not any(group.present or group.holders for group in streamed.groups)
+        pair.check()
     for batches, loss, message in (
         ([], net, "batches is empty"),
         ([0], lambda _: None, "loss_of returned a NoneType"),
@@ -546,12 +538,11 @@ def test_errors_end_all_micro_batches_and_leave_nothing_behind(store):
     ):
         with pytest.raises(InvalidArgument, match=message):
             streamed.accumulate(loss, batches)
-    optimizer.zero_grad()
-    assert accumulated(streamed, net, 0) == horizontal(other, 0)
-    clip(other.parameters(), 0.5)
-    optimizer.step()
-    twin.step()
-    check(streamed, other)
+    pair.optimizer.zero_grad()
+    together, each = both(pair, 0)
+    assert together == each
+    pair.step()
+    pair.check()
 
 
 # ---------------------------------------------------------------- ranks

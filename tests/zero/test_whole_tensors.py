@@ -71,20 +71,6 @@ def test_muon_in_a_store_has_the_bits_of_torchs(tmp_path, gradients, clipped):
         equal_states(muon.state_dict()["state"], twin.state_dict()["state"])
 
 
-def test_a_run_goes_on_where_a_tensor_had_no_gradient_so_far(tmp_path):
-    nets = [Deep(), Deep(), Deep()]
-    twin = torch.optim.Muon(nets[0].matrices(), lr=LR)
-    train(nets[0], [twin], 5)
-    for net, steps in zip(nets[1:], (2, 3), strict=True):
-        with open_store(tmp_path / "store") as store:
-            muon = commpress.Offloaded(net.matrices(), torch.optim.Muon, store=store, lr=LR)
-            train(net, [muon], steps, muon.steps_done)
-            assert len(muon.state) == (5 if steps == 2 else 6)
-            muon.commit()
-    assert muon.steps_done == 5
-    assert equal([*map(torch.clone, nets[2].matrices())], [*map(torch.clone, nets[0].matrices())])
-
-
 @pytest.mark.parametrize("gradients", ["store", "backward"])
 def test_blocks_of_a_streamed_model_are_trained_by_muon_and_adamw(tmp_path, gradients):
     nets = [Deep(), Deep()]
