@@ -1,5 +1,6 @@
 """A small transformer, streamed from a store on one or more ranks, and the plain one beside it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -120,10 +121,15 @@ class Twins:
     """A streamed model beside its plain twin, each with its optimizer."""
 
     def __init__(
-        self, store: commpress.TieredStore, net: nn.Module, other: nn.Module, **options: Any
+        self,
+        store: commpress.TieredStore,
+        net: nn.Module,
+        other: nn.Module,
+        blocks: Sequence[type[nn.Module]] = (),
+        **options: Any,
     ) -> None:
         self.net, self.other = net, other
-        self.streamed = commpress.stream(net, store=store, chunk_mb=0.04)
+        self.streamed = commpress.stream(net, store=store, chunk_mb=0.04, blocks=blocks)
         self.optimizer = offloaded(net, store, **options)
         self.twin = torch.optim.AdamW(groups(other), **OPTIONS)
 

@@ -93,18 +93,14 @@ def test_larger_blocks_keep_fewer_inputs(store, tmp_path):
     nets = untied(), untied()
     for each in nets:
         each.layers = nn.ModuleList([nn.Sequential(*each.layers[:2]), *each.layers[2:]])
-    net, other = nets
-    streamed = commpress.stream(net, store=store, blocks=[nn.Sequential, type(other.layers[1])])
+    pair = Twins(store, *nets, blocks=[nn.Sequential, type(nets[0].layers[1])])
     with open_store(tmp_path / "tier", host="1MiB") as beside:
         tier = commpress.activations(beside, budget=0, min_bytes=1)
-        assert accumulated(streamed, net, 0, activations=tier) == horizontal(other, 0)
+        together, each = both(pair, 0, activations=tier)
+        assert together == each
         assert tier.counters.saved == PARTS * 2 * 4 * 2 * 8 * WIDTH
-    optimizer, twin = offloaded(net, store), torch.optim.AdamW(groups(other), **OPTIONS)
-    assert accumulated(streamed, net, 0) == horizontal(other, 0)
-    clip(other.parameters(), 0.5)
-    optimizer.step()
-    twin.step()
-    check(streamed, other)
+    pair.step()
+    pair.check()
 
 
 def test_inputs_of_blocks_in_eight_bits(store, tmp_path):
