@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -16,8 +17,7 @@ from commpress.collectives.topology import Topology
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.feedback import ResidualStore
-from fsdp_twin import Net, Plan, Session
-from test_fsdp_checkpoint import resumed
+from fsdp_twin import Net, Plan, Session, Trained
 
 CPU = torch.device("cpu")
 RANKS = 2
@@ -189,6 +189,26 @@ def test_what_a_rank_keeps_is_what_the_formula_says_and_a_byte_of_a_nodes_share_
         assert node[1] == pytest.approx(whole[1] / 2, rel=0.05)
         assert coded[1] == pytest.approx(whole[1] / 4, rel=0.1)
         assert both[1] == pytest.approx(whole[1] / 8, rel=0.1)
+
+
+def resumed(plan: Plan, folder: str) -> tuple[Trained, Trained]:
+    """Five steps in one go; three steps, saved by every rank and torch's distributed checkpoint,
+    then two in a new session."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    torch.set_num_threads(1)
+    whole = Session(plan).run().trained()
+    short = Session(replace(plan, steps=3)).run()
+    torch.save(short.state.state_dict(), f"{folder}/rank{dist.get_rank()}.pt")
+    model, optimizer = get_state_dict(short.model, short.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    again = Session(replace(plan, steps=2, first=3))
+    model, optimizer = get_state_dict(again.model, again.optimizer)
+    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    set_state_dict(again.model, again.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    again.state.load_state_dict(torch.load(f"{folder}/rank{dist.get_rank()}.pt", weights_only=True))
+    return whole, again.run().trained()
 
 
 def test_a_resumed_run_with_residuals_in_a_codec_equals_the_uninterrupted_one_bit_for_bit(
