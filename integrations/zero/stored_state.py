@@ -226,7 +226,7 @@ class StoredOptimizer(Wrapper):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict`` of this class or of the plain optimizer. Load the model's weights
-        first. A state that does not fit changes nothing."""
+        first. Where a state of parameters in the store does not fit, nothing changes."""
         groups = state_dict["param_groups"]
         check_groups(self, groups)
         parameters = [p for group in self.param_groups for p in group["params"]]

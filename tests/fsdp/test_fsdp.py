@@ -218,7 +218,7 @@ def poisoned(plan: Plan) -> tuple[Any, ...]:
     ],
 )
 def test_a_rank_that_is_not_finite_changes_no_residual(pool, policy, error, codec, size):
-    """On four ranks gradients go by way of two nodes."""
+    """Ranks of the runs on four form two nodes, with residuals between them."""
     nodes = {"topology": Topology(((0, 1), (2, 3)))} if size == 4 else {}
     plan = Plan(codec=codec, options={"on_nonfinite": policy} | nodes)
     for result in pool.run(poisoned, plan, size=size):

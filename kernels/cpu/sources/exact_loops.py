@@ -394,7 +394,7 @@ def _read(code, bit, end, k, m, rank, members, steps):
 
 @bare
 def _count(masks, c, groups, counts):
-    """For each group of a class, the members up to each of its eight bytes, in the last row of
+    """Count the members of a class up to each of the eight bytes of a group, in the last row of
     ``masks``; ``counts``: members of earlier groups among 64. Returns the sum of all."""
     for group in range(groups):
         mask = np.uint64(masks[c, group])
