@@ -99,8 +99,9 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def check(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         """Raise ``StateMismatch`` unless this is a state of the parameter."""
-        name = self._ranges[parameter][0][1].name
-        check_entries(state, tuple(self._scalars), f"the state of {name!r}")
+        ranges = self._ranges.get(parameter)
+        what = f"the state of {ranges[0][1].name!r}" if ranges else "a state outside of the store"
+        check_entries(state, tuple(self._scalars), what)
         for key in self._moments:
             if (
                 key not in state
@@ -108,7 +109,7 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
                 or is_cut(state[key]) != is_cut(parameter)
             ):
                 raise StateMismatch(
-                    f"the state of {name!r} has {key!r} of shape "
+                    f"{what} has {key!r} of shape "
                     f"{tuple(getattr(state.get(key), 'shape', ()))}, expected "
                     f"{tuple(parameter.shape)}: load the state of the same model and optimizer"
                 )
@@ -226,7 +227,7 @@ class StoredOptimizer(Wrapper):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict`` of this class or of the plain optimizer. Load the model's weights
-        first. Where a state of parameters in the store does not fit, nothing changes."""
+        first. If a state does not fit, nothing changes."""
         groups = state_dict["param_groups"]
         check_groups(self, groups)
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -235,9 +236,10 @@ class StoredOptimizer(Wrapper):
             p: state_dict["state"].get(number) or {}
             for p, number in zip(parameters, numbers, strict=True)
         }
+        for p, state in found.items():
+            if state:
+                self._stored.check(p, state)
         held = {p: found[p] for p in ranges_of(self.chunks) if found[p]}
-        for p, state in held.items():
-            self._stored.check(p, state)
         self.settle_weights()
         self._stored.clear()
         for p, state in held.items():

@@ -198,14 +198,15 @@ def test_a_state_that_does_not_fit_changes_nothing(tmp_path, name):
     assert apart(before, now)
     with pytest.raises(StateMismatch, match="groups of"):
         one.optimizer.load_state_dict(state | {"param_groups": []})
-    last = max(state["state"])
-    entries = state["state"][last]
-    for key, value in entries.items():
-        wrong = [{k: v for k, v in entries.items() if k != key}, entries | {key: torch.ones(2001)}]
-        for bad in wrong[len(entries) == 1 :][: 2 if value.numel() > 1 else 1]:
-            with pytest.raises(StateMismatch, match=key):
-                one.optimizer.load_state_dict(state | {"state": state["state"] | {last: bad}})
-            assert not apart(one.all(), now)
+    for number in (min(state["state"]), max(state["state"])):
+        entries = state["state"][number]
+        for key, value in entries.items():
+            without = {k: v for k, v in entries.items() if k != key}
+            wrong = [without, entries | {key: torch.ones(2001)}][len(entries) == 1 :]
+            for bad in wrong[: 2 if value.numel() > 1 else 1]:
+                with pytest.raises(StateMismatch, match=key):
+                    one.optimizer.load_state_dict(state | {"state": state["state"] | {number: bad}})
+                assert not apart(one.all(), now)
     one.close()
 
 
