@@ -15,10 +15,13 @@ compares losses and all that the store has with those of the first variant of as
   --in-ram N      layers of the variants in RAM, where there is no room for all: their seconds count
                   for as many layers as the others have
   --rate GB/s     hold the disk to so much, reads and writes together, as if it were a slower one
+  --in-backward   together with gradients="backward": parameters are updated under the backward of
+                  the blocks before, which training without clipping can do, and gradients never
+                  reach the disk; one by one has many gradients a step, which this refuses
 
   python benchmarks micro_batches
   python benchmarks micro_batches --layers 22 --in-ram 4 --steps 1 --check  1109 million parameters
-  python benchmarks micro_batches --rate 1 --steps 1 --check
+  python benchmarks micro_batches --rate 1 --in-backward --steps 1 --check
 """
 
 import argparse
@@ -68,6 +71,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--layers N", int, 8, "of the model")
     option(parser, "--in-ram N", int, None, "layers of the variants in RAM (default: all)")
     option(parser, "--rate GB/s", float, None, "of the disk (default: what it has)")
+    parser.add_argument("--in-backward", action="store_true", help="update there, if together")
     option(parser, "--micro-batches N", int, 8, "of a step")
     option(parser, "--batch N", int, 2, "sequences of a micro-batch")
     option(parser, "--length N", int, 32, "tokens of a sequence")
@@ -161,6 +165,7 @@ def train(name: str, options: argparse.Namespace, folder: str) -> Steps:
             length=options.length,
         )
     count = sum(p.numel() for p in net.parameters())
+    together = name.startswith("together")
     whole = 16 * count + (2 << 30)
     host = options.host << 20 if on_disk else whole
     text, data = standard_library(), torch.Generator().manual_seed(1)
@@ -175,6 +180,7 @@ def train(name: str, options: argparse.Namespace, folder: str) -> Steps:
             torch.optim.AdamW,
             store=store,
             chunk_mb=16,
+            gradients="backward" if together and options.in_backward else "store",
             resident={"host": 0} if on_disk else None,
             lr=1e-5,
             fused=True,
@@ -192,7 +198,7 @@ def train(name: str, options: argparse.Namespace, folder: str) -> Steps:
             if losses:
                 optimizer.step()
             updated = perf_counter()
-            if name.startswith("together"):
+            if together:
                 found = streamed.accumulate(loss_of, batches)
             else:
                 found = []
@@ -212,7 +218,7 @@ def train(name: str, options: argparse.Namespace, folder: str) -> Steps:
         bits = [f"{losses}"] + [checksum_of(store_bytes(store, name)) for name in sorted(store)]
     steps = len(passes) - WARM
     read, written, up, down = (each / steps for each in moved)
-    times = 1 if name.startswith("together") else options.micro_batches
+    times = 1 if together else options.micro_batches
     return Measured(
         name,
         median(passes[WARM:]) * options.layers / layers,
