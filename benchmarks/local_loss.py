@@ -30,12 +30,10 @@ Columns of the table:
 import argparse
 import copy
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from math import cos, pi
 from statistics import mean
-from threading import Barrier
 from typing import Any, Literal
 
 import torch
@@ -454,22 +452,10 @@ class Hook:
 
     def choose(self, step: int) -> None:
         """Let all ranks choose their codecs at the same time, as they do in a run."""
-        size, tables = len(self.ranks), list[torch.Tensor]()
-        barrier = Barrier(size)
-
-        def total(table: torch.Tensor) -> torch.Tensor:
-            tables.append(table)
-            barrier.wait()
-            return torch.stack(tables).sum(0)
-
-        def one(rank: int) -> None:
-            _, exchanges, _, choice = self.ranks[rank]
-            now = choice.at(step, Peers(rank, size, total))
+        found = [choice.at(step, Peers(channel)) for channel, *_, choice in self.ranks]
+        for (_, exchanges, *_), now in zip(self.ranks, simulate(found), strict=True):
             assert now.policy is not None
             exchanges.use(now.policy)
-
-        with ThreadPoolExecutor(size) as threads:
-            list(threads.map(one, range(size)))
 
     def reduce(self, step: int) -> None:
         """Put the mean of all ranks' gradients into the parameters."""

@@ -509,6 +509,7 @@ REAL = {
     "FSDP2, codecs of layers": shards(commpress.PerLayer("int4", 2)),
     "FSDP2, ranks of layers": shards(commpress.PerLayer("powersgd-3+fp8", 2)),
     "HSDP": hybrid("int4"),
+    "HSDP, ranks of layers": hybrid(commpress.PerLayer("powersgd-2+fp8", 2)),
     "Partitioned": zero(),
     "Partitioned, int8": zero(Coded, codec="int8", weights="int8"),
     "Partitioned, matrices": zero(Coded, codec="powersgd-2"),
