@@ -415,36 +415,37 @@ def test_ranks_follow_the_gradients_in_the_same_bytes(pool, size, topology):
         assert re.fullmatch(r"of step 3: 0\.\d\d of the error of powersgd-4\+fp8 .*", why)
 
 
-def owed_by_ranks():
+def owed_by_ranks(topology):
     """Means of a layer's gradients, what was sent of them, and what is left, as ranks change."""
-    session = Layers(2, "powersgd-2")
+    session, size = Layers(2, "powersgd-2", topology=topology), dist.get_world_size()
     weight, draws, seen = session.model[1].weight, torch.Generator(), set()
     owed, sent = torch.zeros_like(weight), torch.zeros_like(weight)
     for i in range(8):
         loud = LOUD if i % 4 < 2 else QUIET
         draws.set_state(session.draws.get_state())
         loss = session.model(torch.randn(8, 64, generator=draws)).square().mean()
-        owed += torch.autograd.grad(loss, weight)[0] * (1000 if loud == LOUD else 1) / 2
+        owed += torch.autograd.grad(loss, weight)[0] * (1000 if loud == LOUD else 1) / size
         session.steps(1, loud)
         sent += weight.grad
         seen.add(session.rules().get(LOUD))
     left = torch.zeros(weight.numel())
-    session.state.residuals.add_to(LOUD, left, dist.get_rank(), 2)
-    return owed, sent, left.view_as(weight) / 2, seen
+    session.state.residuals.add_to(LOUD, left, dist.get_rank(), size)
+    return owed, sent, left.view_as(weight) / size, seen
 
 
-def test_nothing_is_lost_as_ranks_change(pool):
-    (owed, sent, left, seen), (owed_too, sent_too, left_too, _) = pool.run(owed_by_ranks, size=2)
-    assert len(seen) > 2, "ranks have changed"
-    assert torch.equal(sent, sent_too)
-    assert (left + left_too).norm() > 0.05 * sent.norm(), "little was left behind"
-    torch.testing.assert_close(sent + left + left_too, owed + owed_too, rtol=1e-4, atol=1e-2)
+@pytest.mark.parametrize(("size", "topology"), [(2, None), (4, "2x2")])
+def test_nothing_is_lost_as_ranks_change(pool, size, topology):
+    owed, sent, left, seen = zip(*pool.run(owed_by_ranks, topology, size=size), strict=True)
+    assert len(seen[0]) > 2, "ranks have changed"
+    assert all(torch.equal(each, sent[0]) for each in sent)
+    assert sum(left).norm() > 0.05 * sent[0].norm(), "little was left behind"
+    assert (sent[0] + sum(left) - sum(owed)).abs().max() < 2e-6 * sum(owed).abs().max()
 
 
-def resumed(uniform, warm):
-    session = Layers(2, uniform)
+def resumed(uniform, warm, topology):
+    session = Layers(2, uniform, topology=topology)
     session.steps(3)
-    again = Layers(2, uniform)
+    again = Layers(2, uniform, topology=topology)
     again.steps(warm, QUIET)  # then its own ranks and bases give way
     again.state.load_state_dict(session.state.state_dict())
     again.draws.set_state(session.draws.get_state())
@@ -457,9 +458,17 @@ def resumed(uniform, warm):
     )
 
 
-@pytest.mark.parametrize(("uniform", "warm"), [("int4", 0), ("powersgd-3", 0), ("powersgd-3", 3)])
-def test_a_resumed_run_goes_on_with_the_same_codecs(pool, uniform, warm):
-    assert all(pool.run(resumed, uniform, warm, size=2))
+@pytest.mark.parametrize(
+    ("uniform", "warm", "size", "topology"),
+    [
+        ("int4", 0, 2, None),
+        ("powersgd-3", 0, 2, None),
+        ("powersgd-3", 3, 2, None),
+        ("powersgd-3", 0, 4, "2x2"),
+    ],
+)
+def test_a_resumed_run_goes_on_with_the_same_codecs(pool, uniform, warm, size, topology):
+    assert all(pool.run(resumed, uniform, warm, topology, size=size))
 
 
 def under_an_alarm():

@@ -29,6 +29,7 @@ from fsdp_twin import Net, Plan, Session, carried
 EVERY = 2
 CODECS = {"rows": "int4", "ranks": "powersgd-3+fp8"}
 PLAN = Plan(weights=None, steps=4, momentum=0.0)
+NUMELS = {n: p.numel() for n, p in Net().named_parameters()}
 
 
 def own_gradients(session: Session, step: int) -> dict[str, torch.Tensor]:
@@ -42,34 +43,34 @@ def own_gradients(session: Session, step: int) -> dict[str, torch.Tensor]:
     return {n: p.grad for n, p in alone.named_parameters()}
 
 
-def errors(kind: str, gradients: dict[str, torch.Tensor], step: int) -> dict[str, list[float]]:
+def errors(kind: str, gradients: dict[str, torch.Tensor], group: Any = None) -> dict[str, Any]:
     """Return the errors of all options, summed over the ranks, by layer."""
     uniform, own = CODECS[kind], {}
     policy = policy_for(Net(), uniform, min_numel=0)
     options = tuple(dict.fromkeys([*OPTIONS, uniform]))
     for name, g in gradients.items():
-        codec = policy.choose(name, g.numel())
+        codec = policy.choose(name, NUMELS[name])
         if kind == "rows" and not codec.lossless:
             own[name] = errors_of(g.flatten(), options)
         elif kind == "ranks" and travels_whole(codec, g.shape):
             own[name] = errors_of_ranks(g, rank_options(codec_named(uniform)))
     table = torch.tensor([own[n] for n in sorted(own)], dtype=torch.float64)
-    dist.all_reduce(table)
+    dist.all_reduce(table, group=group)
     return dict(zip(sorted(own), table.tolist(), strict=True))
 
 
-def expected(kind: str, found: dict[str, list[float]]) -> dict[str, Any]:
-    uniform, shapes = CODECS[kind], {n: p.shape for n, p in Net().named_parameters()}
+def expected(kind: str, gradients: dict[str, torch.Tensor], group: Any = None) -> dict[str, Any]:
+    """Return the choice of a single process that has the gradients of all ranks."""
+    uniform, found = CODECS[kind], errors(kind, gradients, group)
+    shapes, ranks = {n: g.shape for n, g in gradients.items()}, dist.get_world_size(group)
     if kind == "ranks":
         named = {n: tuple(shapes[n]) for n in found}
         low = codec_named(uniform)
-        chosen = assign_ranks(found, named, low, ranks=dist.get_world_size())
+        chosen = assign_ranks(found, named, low, ranks=ranks)
         return {n: f"powersgd-{rank}+fp8" for n, rank in chosen.ranks.items()}
     numels = {n: shapes[n].numel() for n in found}
     options = tuple(dict.fromkeys([*OPTIONS, uniform]))
-    return dict(
-        assign_by(found, numels, options, ranks=dist.get_world_size(), uniform=uniform).rules
-    )
+    return dict(assign_by(found, numels, options, ranks=ranks, uniform=uniform).rules)
 
 
 def chosen(kind: str) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def chosen(kind: str) -> dict[str, Any]:
                 session.model.blocks[step // 3].norm.weight.mul_(10.0 * (1 + step) ** 3)
         own = own_gradients(session, step)
         if session.state.choice.looks(step):
-            oracle.append(expected(kind, errors(kind, own, step)))
+            oracle.append(expected(kind, own))
         for name, g in own.items():
             dist.all_reduce(g)
             sums[name] = sums.get(name, 0) + g / dist.get_world_size()
@@ -125,6 +126,78 @@ def test_ranks_choose_as_one_process_with_all_gradients_and_lose_nothing(pool, k
         assert found["left"] > 1e-2
         assert found["why"].startswith("of step ")
     assert len({str(each) for each in results[0]["oracle"]}) > 1, "the choice changes in the run"
+
+
+def chosen_by_replicas(kind: str, replicas: int) -> dict[str, Any]:
+    """The same of hybrid sharding: the replicas of a shard choose together."""
+    torch.set_num_threads(1)
+    sizes = replicas, dist.get_world_size() // replicas
+    mesh = dist.init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+    group = mesh["replicate"].get_group()
+    torch.manual_seed(0)
+    model = Net()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh["shard"])
+    codec = PerLayer(CODECS[kind], EVERY)
+    state = commpress.compress_hsdp(model, group, codec, min_numel=0)
+    average, own, means = state.average, {}, {}
+
+    def watched(of: Any, shard: torch.Tensor) -> None:
+        places = [
+            (span.name, span.source, shape) for span, shape in zip(*of.tensors(), strict=True)
+        ]
+        for name, at, shape in places:
+            own[name] = shard[at:][: shape.numel()].view(shape).clone()
+        average(of, shard)
+        for name, at, shape in places:
+            means[name] = shard[at:][: shape.numel()].view(shape).clone()
+
+    state.average = watched
+    rules, oracle, sums, largest = [], [], {}, 0.0
+    for step in range(7):
+        if step in (0, 3):  # another layer gets large gradients
+            with torch.no_grad():
+                model.blocks[step // 3].norm.weight.mul_(10.0 * (1 + step) ** 3)
+        draws = torch.Generator().manual_seed(step * 100 + dist.get_rank())
+        x, y = torch.randint(13, (6,), generator=draws), torch.randint(7, (6,), generator=draws)
+        looks = state.choice.looks(step)
+        nn.functional.cross_entropy(model(x), y).backward()
+        model.zero_grad()
+        if looks:
+            oracle.append(expected(kind, own, group))
+        for name, g in own.items():
+            dist.all_reduce(g, group=group)
+            sums[name] = sums.get(name, 0) + g / replicas - means[name]
+            largest = max(largest, float(g.abs().max()))
+        rules.append(state.choice.state()["rules"])
+    far = total = 0.0
+    for name, lost in sums.items():
+        left = torch.zeros(lost.numel())
+        state.exchanges.residuals.add_to(name, left, mesh.get_local_rank("replicate"), replicas)
+        dist.all_reduce(left, group=group)
+        far = max(far, float((lost.flatten() - left / replicas).abs().max()) / largest)
+        total += float(left.abs().sum())
+    return {
+        "place": mesh.get_local_rank("shard"),
+        "rules": rules,
+        "oracle": oracle,
+        "far": far,
+        "left": total,
+        "why": state.counters.choice,
+    }
+
+
+@pytest.mark.parametrize(("kind", "size", "replicas"), [("rows", 3, 3), ("ranks", 4, 2)])
+def test_replicas_of_a_shard_choose_as_one_process_and_lose_nothing(pool, kind, size, replicas):
+    results = pool.run(chosen_by_replicas, kind, replicas, size=size)
+    first = 0 if kind == "rows" else 1
+    for found in results:
+        assert found["rules"] == results[found["place"]]["rules"]
+        assert found["rules"][first + 1 :: EVERY] == found["oracle"][:3]
+        assert len({str(each) for each in found["oracle"]}) > 1, "the choice changes in the run"
+        assert found["far"] < 2e-6
+        assert found["left"] > 1e-2
+        assert found["why"].startswith("of step ")
 
 
 def test_a_choice_survives_another_world_size(pool, tmp_path):

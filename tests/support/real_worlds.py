@@ -406,11 +406,11 @@ def shards(
     return RealKind(of, make, (3,), refuses=refuses, size=size)
 
 
-def hybrid(codec: Any) -> RealKind:
+def hybrid(codec: Any, ats: Any = (3,)) -> RealKind:
     def make(model: nn.Module, mesh: Any) -> Any:
         return commpress.compress_hsdp(model, mesh, codec, min_numel=1)
 
-    return HybridKind(Hybrid, make, (3,))
+    return HybridKind(Hybrid, make, ats)
 
 
 # ---------------------------------------------------------------- ZeRO
@@ -500,7 +500,8 @@ REAL = {
     "hook, accumulation": hook("int8", Accumulated),
     "hook, static graph": hook("sign", Static),
     "hook, nodes": hook(MIXED, InNodes, topology="2,1"),
-    "hook, ranks of layers": hook(commpress.PerLayer("powersgd-4+fp8", 2)),
+    # the second after a look, before the choice
+    "hook, ranks of layers": hook(commpress.PerLayer("powersgd-4+fp8", 2), ats=(3, 4)),
     "FSDP2": shards("int4", "int8", refuses=True),
     "FSDP2, matrices": shards(WHOLE, refuses=True),
     "FSDP2, differences": shards("int4", commpress.Difference("int4")),
@@ -509,7 +510,7 @@ REAL = {
     "FSDP2, codecs of layers": shards(commpress.PerLayer("int4", 2)),
     "FSDP2, ranks of layers": shards(commpress.PerLayer("powersgd-3+fp8", 2)),
     "HSDP": hybrid("int4"),
-    "HSDP, ranks of layers": hybrid(commpress.PerLayer("powersgd-2+fp8", 2)),
+    "HSDP, ranks of layers": hybrid(commpress.PerLayer("powersgd-2+fp8", 2), (3, 4)),
     "Partitioned": zero(),
     "Partitioned, int8": zero(Coded, codec="int8", weights="int8"),
     "Partitioned, matrices": zero(Coded, codec="powersgd-2"),

@@ -492,6 +492,7 @@ class Optimizer(Rank):
         found = {
             "steps": self.owner.steps_done,
             "frozen": [states.frozen.tolist(), states.frozen_at.tolist()],
+            "chosen": self.owner.choice.state(),
         }
         return found | self.owner.quantized.choices() | self.moments()
 
