@@ -25,6 +25,7 @@ from commpress.alarm import NONE, WARN, Alarm, Peers
 from commpress.codecs import Codec, Policy, codec_named
 from commpress.codecs.planned import PLAIN
 from commpress.codecs.whole_tensors import LowRankCodec
+from commpress.collectives.agreement import Consensus
 from commpress.collectives.allreduce import Outcome, average
 from commpress.collectives.buckets import Span
 from commpress.collectives.powersgd import MatrixPlan
@@ -462,10 +463,10 @@ class LayeredRanks(Layered):
         return rules, f"{found.share:.2f} of the error of {uniform} for every layer, in its bytes"
 
 
-def check_layers(codec: object, consensus: object, beside: str = "") -> None:
-    """Refuse ``PerLayer`` beside what it does not see: a ``consensus`` of ranks that would choose
-    apart, or as ``beside`` says."""
-    if consensus is not None and not beside:
+def check_layers(codec: object, size: int, consensus: Consensus | None, beside: str = "") -> None:
+    """Refuse ``PerLayer`` beside what it does not see: a ``consensus`` of more ranks than the
+    ``size`` that choose together, or as ``beside`` says."""
+    if consensus is not None and consensus.transport.size > size and not beside:
         beside = (
             "agree_over, and it adds up errors over the ranks that average, not over all that must "
             "stay equal"

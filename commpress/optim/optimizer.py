@@ -295,8 +295,6 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
         self.columns = columns_over(flat.parameters, flat.names, **among) if cut else None
         # votes of further ranks that must stay equal
         self.consensus = consensus_over(agree_over, process_group)
-        divided = "divided state, whose weights come back in the same codec, and it sees gradients"
-        check_layers(codec, self.consensus, divided if self.divided else "")
         self._laid_out = list(self.param_groups)
         name = "commpress-optimizer"
         self.channel = (
@@ -304,6 +302,8 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
             if transport is None
             else Channel(transport, name=name)
         )
+        divided = "divided state, whose weights come back in the same codec, and it sees gradients"
+        check_layers(codec, self.channel.size, self.consensus, divided if self.divided else "")
         self.handover = Handover(self.channel)
         self._woken: list[int] = []  # tensors that the last round woke
         self._reformed = False  # since the last step: compare replicas

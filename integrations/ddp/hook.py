@@ -336,7 +336,7 @@ class CompressedState(Stateful):
         )
         self.channel = Channel.among(process_group, device=self.names.device)
         self.consensus = consensus_over(agree_over, process_group)
-        check_layers(codec, self.consensus)
+        check_layers(codec, self.channel.size, self.consensus)
         if topology is not None:
             usual = min(numel, BUCKET)
             divide(self.channel, topology, usual, policy.choose("", usual))

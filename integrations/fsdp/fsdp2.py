@@ -184,7 +184,8 @@ class ShardedState(Divided):
         self.consensus = consensus_over(agree_over, self.param_groups[0].group)
         self.alarm = alarm_of(alarm)
         apart = "groups of parameters on other ranks than the first, and it adds up errors over one"
-        check_layers(codec, self.consensus, apart if self._several_meshes else "")
+        size = self.param_groups[0].group.size()
+        check_layers(codec, size, self.consensus, apart if self._several_meshes else "")
         if self.alarm is not None:
             self._check_alarm(self.alarm, gradient_policy, two_hops=topology is not None)
         self.choice = choice_of(codec, named, alarm=self.alarm, tries=False)

@@ -83,7 +83,9 @@ class ReplicatedState(Divided, Stateful):
         self.channel = Channel.among(group)
         self.handover = Handover(self.channel)
         self.consensus = consensus_over(agree_over, group)
-        check_layers(codec, self.consensus)
+        # replicas of other shards have other parameters
+        held = self.channel.size * param_groups[0].group.size()
+        check_layers(codec, held, self.consensus)
         self.exchanges = Exchanges(
             self.choice.usual,
             self.channel.size,

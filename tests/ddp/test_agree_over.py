@@ -228,15 +228,14 @@ def refusals():
         nn.Linear(4, 4),
         mesh=init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "shard", "tp"))["shard"],
     )
+    layers = commpress.PerLayer("int4")
     calls = {
         "type": lambda: commpress.compress(ddp, agree_over="tp"),
         "ranks": lambda: commpress.compress(ddp, agree_over=mesh["tp"]),
         "replicas": lambda: commpress.compress_hsdp(cut, group, agree_over=mesh["tp"]),
         "auto": lambda: commpress.compress(ddp, "auto", agree_over=mesh),
-        "layers": lambda: commpress.compress(ddp, commpress.PerLayer("int4"), agree_over=mesh),
-        "shards": lambda: commpress.compress_hsdp(
-            cut, group, commpress.PerLayer("int4"), agree_over=mesh
-        ),
+        "layers": lambda: commpress.compress(ddp, layers, agree_over=mesh),
+        "shards": lambda: commpress.compress_hsdp(cut, group, layers, agree_over=mesh),
         "freeze": lambda: commpress.OneBitAdam(weights, process_group=group, agree_over=mesh),
         "norm": lambda: onebit(weights, process_group=group, agree_over=mesh, max_grad_norm=1.0),
     }

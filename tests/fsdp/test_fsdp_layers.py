@@ -170,6 +170,8 @@ def chosen_by_replicas(kind: str, replicas: int) -> dict[str, Any]:
             sums[name] = sums.get(name, 0) + g / replicas - means[name]
             largest = max(largest, float(g.abs().max()))
         rules.append(state.choice.state()["rules"])
+    sent = {name: f"powersgd-{len(basis)}+fp8" for name, basis in state.exchanges.bases.items()}
+    assert kind == "rows" or sent == rules[-1], "ranks of the factors that were sent"
     far = total = 0.0
     for name, lost in sums.items():
         left = torch.zeros(lost.numel())
@@ -214,12 +216,12 @@ def test_a_choice_survives_another_world_size(pool, tmp_path):
 
 
 def refused() -> None:
-    model = Net()
-    fully_shard(model)
-    with pytest.raises(InvalidArgument, match=r"with agree_over, .* must stay equal: .*'int4'"):
-        commpress.compress_fsdp(model, PerLayer("int4"), agree_over=dist.new_group([0, 1]))
-    halves = [dist.new_group([0]), dist.new_group([1])]
+    every, halves = dist.new_group([0, 1]), [dist.new_group([0]), dist.new_group([1])]
     mesh = dist.device_mesh.DeviceMesh.from_group(halves[dist.get_rank()], "cpu")
+    model = Net()
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(InvalidArgument, match=r"with agree_over, .* must stay equal: .*'int4'"):
+        commpress.compress_fsdp(model, PerLayer("int4"), agree_over=every)
     model = Net()
     fully_shard(model.blocks[0], mesh=mesh)
     fully_shard(model)
@@ -229,3 +231,25 @@ def refused() -> None:
 
 def test_ranks_that_do_not_choose_together_are_refused(pool):
     pool.run(refused, size=2)
+
+
+def on_a_mesh() -> tuple[int, int]:
+    """Layers with a codec under DDP, and under hybrid sharding, where all ranks agree on a step."""
+    flat = dist.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    both = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    models = nn.parallel.DistributedDataParallel(Net()), Net()
+    fully_shard(models[1], mesh=both["shard"])
+    codec, found = PerLayer("int4", 1), []
+    for model, mesh, name in zip(models, (flat, both), ("dp", "replicate"), strict=True):
+        state = commpress.compress(model, mesh=mesh, dims={name: codec}, min_numel=0)[name]
+        for step in range(2):
+            draws = torch.Generator().manual_seed(step * 100 + dist.get_rank())
+            model(torch.randint(13, (6,), generator=draws)).square().mean().backward()
+        found.append(len(state.choice.state()["rules"]))
+    return tuple(found)
+
+
+def test_layers_choose_where_all_ranks_of_a_mesh_agree_on_a_step(pool):
+    for under_ddp, of_replicas in pool.run(on_a_mesh, size=4):
+        assert under_ddp > 5
+        assert of_replicas > 5
