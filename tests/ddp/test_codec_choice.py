@@ -442,9 +442,10 @@ def test_nothing_is_lost_as_ranks_change(pool, size, topology):
     assert (sent[0] + sum(left) - sum(owed)).abs().max() < 2e-6 * sum(owed).abs().max()
 
 
-def resumed(uniform, warm, topology):
+def resumed(uniform, warm, topology, done):
     session = Layers(2, uniform, topology=topology)
-    session.steps(3)
+    session.steps(done)
+    assert session.rules()
     again = Layers(2, uniform, topology=topology)
     again.steps(warm, QUIET)  # then its own ranks and bases give way
     again.state.load_state_dict(session.state.state_dict())
@@ -459,16 +460,16 @@ def resumed(uniform, warm, topology):
 
 
 @pytest.mark.parametrize(
-    ("uniform", "warm", "size", "topology"),
+    ("uniform", "warm", "size", "topology", "done"),
     [
-        ("int4", 0, 2, None),
-        ("powersgd-3", 0, 2, None),
-        ("powersgd-3", 3, 2, None),
-        ("powersgd-3", 0, 4, "2x2"),
+        ("int4", 0, 2, None, 3),  # after a look, before the choice
+        ("powersgd-3", 0, 2, None, 3),
+        ("powersgd-3", 3, 2, None, 4),  # the same
+        ("powersgd-3", 0, 4, "2x2", 4),
     ],
 )
-def test_a_resumed_run_goes_on_with_the_same_codecs(pool, uniform, warm, size, topology):
-    assert all(pool.run(resumed, uniform, warm, topology, size=size))
+def test_a_resumed_run_goes_on_with_the_same_codecs(pool, uniform, warm, size, topology, done):
+    assert all(pool.run(resumed, uniform, warm, topology, done, size=size))
 
 
 def under_an_alarm():

@@ -500,8 +500,7 @@ REAL = {
     "hook, accumulation": hook("int8", Accumulated),
     "hook, static graph": hook("sign", Static),
     "hook, nodes": hook(MIXED, InNodes, topology="2,1"),
-    # the second after a look, before the choice
-    "hook, ranks of layers": hook(commpress.PerLayer("powersgd-4+fp8", 2), ats=(3, 4)),
+    "hook, ranks of layers": hook(commpress.PerLayer("powersgd-4+fp8", 2)),
     "FSDP2": shards("int4", "int8", refuses=True),
     "FSDP2, matrices": shards(WHOLE, refuses=True),
     "FSDP2, differences": shards("int4", commpress.Difference("int4")),
@@ -510,6 +509,7 @@ REAL = {
     "FSDP2, codecs of layers": shards(commpress.PerLayer("int4", 2)),
     "FSDP2, ranks of layers": shards(commpress.PerLayer("powersgd-3+fp8", 2)),
     "HSDP": hybrid("int4"),
+    # also after a look, before the choice
     "HSDP, ranks of layers": hybrid(commpress.PerLayer("powersgd-2+fp8", 2), (3, 4)),
     "Partitioned": zero(),
     "Partitioned, int8": zero(Coded, codec="int8", weights="int8"),
