@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from commpress.alarm import NONE, Alarm, Peers, alarm_of
-from commpress.choice import Now, PerLayer, Seen, choice_of, methods_of
+from commpress.choice import Now, PerLayer, Seen, check_layers, choice_of, methods_of
 from commpress.codecs import Codec, Policy, SignCodec, codec_named, policy_of
 from commpress.codecs.family import EXACT
 from commpress.codecs.planned import PLAIN, Planned, load_plan
@@ -336,6 +336,7 @@ class CompressedState(Stateful):
         )
         self.channel = Channel.among(process_group, device=self.names.device)
         self.consensus = consensus_over(agree_over, process_group)
+        check_layers(codec, self.channel.size, self.consensus)
         if topology is not None:
             usual = min(numel, BUCKET)
             divide(self.channel, topology, usual, policy.choose("", usual))
@@ -469,7 +470,7 @@ class CompressedState(Stateful):
             passed.set_result(buffer)
             return passed
         if bucket.index() == 0:
-            self._begin_backward(buffer.device)
+            self._begin_backward()
         assert self._backward is not None
         backward, last = self._backward, bucket.is_last()
         self.step += last
@@ -491,7 +492,7 @@ class CompressedState(Stateful):
             backward.raise_errors()
         return future
 
-    def _begin_backward(self, device: torch.device) -> None:
+    def _begin_backward(self) -> None:
         """Begin a backward; drop what an aborted one has left."""
         before = self._backward
         self._backward = Backward(self.step, consensus=self.consensus, counts=self.handover)
@@ -500,24 +501,19 @@ class CompressedState(Stateful):
         if self.step < self._now.until:
             return
         try:
-            self._choose(device, aborted=before is not None)
+            self._choose(aborted=before is not None)
         except CommunicationError as error:
             self._backward.fail(error)
 
-    def _choose(self, device: torch.device, *, aborted: bool) -> None:
+    def _choose(self, *, aborted: bool) -> None:
         """Choose the codecs of this step; collective if they may change."""
-        rank, size = self.channel.rank, self.channel.size
-
-        def total(table: torch.Tensor) -> torch.Tensor:
-            table = table.to(device)
-            dist.all_reduce(table, group=self._plain.group)
-            return table.cpu()
+        channel = self.channel
 
         def add_residual(name: str, out: torch.Tensor) -> None:
-            self.residuals.add_to(name, out, rank, size)
+            self.residuals.add_to(name, out, channel.rank, channel.size)
 
-        peers = Peers(rank, size, total, add_residual, in_levels=self.channel.levels is not None)
-        was, self._now = self._now, self.choice.at(self.step, peers, aborted=aborted)
+        found = self.choice.at(self.step, Peers(channel, add_residual), aborted=aborted)
+        was, self._now = self._now, channel.run(found)
         if self._now.policy is not None:
             self.exchanges.use(self._now.policy)
         elif was.policy is not None:
