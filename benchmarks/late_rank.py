@@ -27,6 +27,7 @@ import commpress
 from commpress.cli import harness
 from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.cli.option_groups import option
+from commpress.errors import InvalidArgument
 from shared_options import add_output, add_ranks, natural
 
 TAIL, GAP = 1.3, 0.01  # p99 in p50, and how much worse the loss may be
@@ -70,7 +71,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--compute MS", float, 250.0, "of a step")
     option(parser, "--pause MS", float, 300.0, "of the last rank")
     option(parser, "--share PART", float, 0.05, "of the steps in which it pauses")
-    option(parser, "--wait SECONDS", str, "auto", "for a late rank")
+    option(parser, "--wait SECONDS", waits, "auto", "for a late rank")
     option(parser, "--codec NAME", str, "int8")
     option(parser, "--width N", natural, 64, "of the model")
     option(parser, "--layers N", natural, 4, "of the model")
@@ -82,7 +83,13 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def waits(text: str) -> float | str:
+    return text if text == "auto" else float(text)
+
+
 def run(options: argparse.Namespace) -> int:
+    if not (0 <= options.share <= 1 and min(options.compute, options.pause) >= 0):
+        raise InvalidArgument("--share must lie in 0 to 1, --compute and --pause not below zero")
     return harness.run(options, bench, cells, judge=judge)
 
 
@@ -91,8 +98,7 @@ def bench(rank: int, size: int, options: argparse.Namespace) -> Iterator[Measure
         f"{size} ranks, steps of {options.compute:g} ms of computing; the last rank pauses "
         f"{options.pause:g} ms in {options.share:.0%} of {options.steps}"
     )
-    text = options.wait
-    for wait in (None, text if text == "auto" else float(text)):
+    for wait in (None, options.wait):
         yield train(rank, size, wait, options)
 
 

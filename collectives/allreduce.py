@@ -233,7 +233,7 @@ def average(flat: torch.Tensor, call: "Call", *, name: str) -> Steps[None]:
 
 
 class Settled(Protocol):
-    """What an exchange leaves for the end of its round."""
+    """Result of an exchange that the end of its round keeps or drops."""
 
     def commit(self) -> None: ...
     def discard(self) -> None: ...

@@ -512,10 +512,7 @@ class CompressedState(Stateful):
 
     @torch.compiler.disable  # sockets and threads cannot be traced
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if self.stragglers is None:
-            return self.submit(bucket)
-        with self.stragglers.lock:
-            return self.stragglers.reduce(bucket)
+        return self.submit(bucket) if self.stragglers is None else self.stragglers.submit(bucket)
 
     def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket of this rank."""
@@ -673,13 +670,11 @@ class CompressedState(Stateful):
         workspace, buffer = self.channel.workspace, bucket
         if bucket.dtype != torch.float32:
             buffer = workspace.borrow(bucket.numel(), torch.float32, bucket.device).copy_(bucket)
-        paid: list[Settled] = []
-        if self.stragglers is not None and not late:
-            paid.append(self.stragglers.pay(exchange.spans, buffer))
+        paid = [] if late or not self.stragglers else [self.stragglers.pay(exchange.spans, buffer)]
         gain = 1.0 / self._scale.of(self.grad_scaler) if self.grad_scaler else 1.0
         first = not (self._told or self._now.exact)  # compressed step
-        measure = self.measure_every and (first or round.number % self.measure_every == 0)
-        measure = measure and not late
+        every = 0 if late else self.measure_every
+        measure = every and (first or round.number % every == 0)
         own = buffer * gain if self._now.looks else None
         before = None
         if (measure or own is not None) and isinstance(exchange, Reduce):

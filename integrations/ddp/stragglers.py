@@ -76,7 +76,7 @@ class Answered(NamedTuple):
 
 @dataclass
 class Paid:
-    """What a rank owes after a round, by name of a parameter that it paid for."""
+    """Debts of this rank after a round, by the parameter that it paid for."""
 
     owed: dict[str, torch.Tensor]
     left: Mapping[str, torch.Tensor | None]
@@ -124,8 +124,8 @@ class Stragglers:
 
     # ------------------------------------------------------------ the training thread
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket, or take the mean that was answered for it. Under the lock."""
+    def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket, or take the mean that was answered for it."""
         if self._failure is not None:
             raise self._failure
         buffer, state = bucket.buffer(), self._state
@@ -135,30 +135,31 @@ class Stragglers:
                 "be answered: it needs dense gradients of float32, bfloat16 or float16 on the CPU; "
                 "leave wait out"
             )
-        if not bucket.index():
-            self._passed, self._missed = [], 0
-            if not self._answered:
-                self._submitted, self._late = 0, False
-        now = monotonic()
-        if self._answered:
-            answered = self._answered.popleft()
-            came, future = answered.came, self._meet(answered, bucket)
-        else:
-            came = self._came.get(2 * state.channel.take(0), now)
-            future = state.submit(bucket)
-            self._submit(last=bucket.is_last())
-        numel = buffer.numel()
-        self._passed.append(
-            Expected(tuple(map(id, bucket.parameters())), numel, buffer.dtype, buffer.device)
-        )
-        if bucket.is_last():
-            self._known = self._passed
-            self._behind.append(now - came)
-            if self._ended:
-                self._seconds.append(now - self._ended)
-            self._ended = now
-            self._count()
-        return future
+        with self.lock:
+            if not bucket.index():
+                self._passed, self._missed = [], 0
+                if not self._answered:
+                    self._submitted, self._late = 0, False
+            now = monotonic()
+            if self._answered:
+                answered = self._answered.popleft()
+                came, future = answered.came, self._meet(answered, bucket)
+            else:
+                came = self._came.get(2 * state.channel.take(0), now)
+                future = state.submit(bucket)
+                self._submit(last=bucket.is_last())
+            numel = buffer.numel()
+            self._passed.append(
+                Expected(tuple(map(id, bucket.parameters())), numel, buffer.dtype, buffer.device)
+            )
+            if bucket.is_last():
+                self._known = self._passed
+                self._behind.append(now - came)
+                if self._ended:
+                    self._seconds.append(now - self._ended)
+                self._ended = now
+                self._count()
+            return future
 
     def _meet(
         self, answered: Answered, bucket: dist.GradBucket
