@@ -5,7 +5,8 @@ for every other, then only as long as --wait says. Computing is played: the thre
 sleeps --compute in each step, as if it waited for an accelerator. The last rank also sleeps --pause
 at the beginning of a share of the steps, as for data that does not come. "p50" and "p99" are of the
 slowest other rank's steps, "late" the steps for which the last rank was late. "loss" is that of the
-trained model on text that it has not seen.
+trained model on text that it has not seen. A pause longer than a step, or before the last one is
+made up for, holds the others up for longer.
 
   python benchmarks late_rank                                             4 local processes
   python benchmarks late_rank --wait 0.05 --share 0.1 --check
@@ -68,14 +69,14 @@ class Computing(torch.autograd.Function):
 
 def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--steps N", natural, 200, "that count, of each run")
-    option(parser, "--compute MS", float, 250.0, "of a step")
+    option(parser, "--compute MS", float, 400.0, "of a step")
     option(parser, "--pause MS", float, 300.0, "of the last rank")
     option(parser, "--share PART", float, 0.05, "of the steps in which it pauses")
     option(parser, "--wait SECONDS", waits, "auto", "for a late rank")
     option(parser, "--codec NAME", str, "int8")
     option(parser, "--width N", natural, 64, "of the model")
     option(parser, "--layers N", natural, 4, "of the model")
-    option(parser, "--batch N", natural, 4, "windows of 64 bytes per rank and step")
+    option(parser, "--batch N", natural, 8, "windows of 64 bytes per rank and step")
     add_ranks(parser)
     add_output(
         parser,
@@ -114,6 +115,7 @@ def train(rank: int, size: int, wait: Any, options: argparse.Namespace) -> Measu
     ddp = DistributedDataParallel(model, bucket_cap_mb=megabytes / 4)
     state = commpress.compress(ddp, options.codec, topology=None, wait=wait)
     optimizer = torch.optim.AdamW(ddp.parameters(), RATE)
+    ends = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, WARM + options.steps)
     draws, luck = torch.Generator().manual_seed(rank), random.Random(7)
     took, pauses = [], 0
     for step in range(WARM + options.steps):
@@ -125,6 +127,7 @@ def train(rank: int, size: int, wait: Any, options: argparse.Namespace) -> Measu
         optimizer.zero_grad()
         ddp(*batch(text[:-UNSEEN], options.batch, 64, draws)).backward()
         optimizer.step()
+        ends.step()
         took.append(time.perf_counter() - start)
     dist.barrier()
     steps = torch.tensor(took[WARM:]) * (rank < size - 1)

@@ -676,8 +676,8 @@ MUTANTS = [
     Mutant(
         "a gradient that was late is forgotten",
         "integrations/ddp/stragglers.py",
-        "                part += owed\n",
-        "                pass\n",
+        "            part += owed\n",
+        "            pass\n",
         "tests/ddp/test_stragglers.py -k lost",
     ),
     Mutant(

@@ -52,7 +52,7 @@ from commpress.errors import (
 )
 from commpress.feedback import ResidualStore, check_feedback
 from commpress.integrations.ddp.names import ParameterNames, averaged_parameters
-from commpress.integrations.ddp.stragglers import OWED, Stragglers, check_model, check_wait
+from commpress.integrations.ddp.stragglers import OWED, OWING, Stragglers, check_model, check_wait
 from commpress.kernels.pieces import NUMEL, RESIDUAL
 from commpress.logs import warn_on_first
 from commpress.torch_private import LossScale, check_unhooked, check_wrapped
@@ -766,16 +766,16 @@ class CompressedState(Stateful):
     # ------------------------------------------------------------ state
 
     def schedule(self) -> dict[str, Any]:
-        return self.choice.saved()
+        owing = {} if self.stragglers is None else {OWING: list(map(list, self.numels().items()))}
+        return self.choice.saved() | owing
 
     def check(self, schedule: Mapping[str, Any]) -> None:
         """Accept every schedule, since a choice may continue from any other, but for gradients that
         this object would not send."""
-        owes = [name for name, each in schedule.items() if name.startswith(OWED) and each.any()]
-        if owes and self.stragglers is None:
+        if self.stragglers is None and OWED in schedule and bool(schedule[OWED].any()):
             raise StateMismatch(
-                f"the state holds gradients of {owes[0].removeprefix(OWED)!r} that were late and "
-                "are to follow: pass wait=, as in the run that saved it"
+                "the state holds gradients that were late and are to follow: pass wait=, as in the "
+                "run that saved it"
             )
 
     def waiting(self) -> dict[str, torch.Tensor]:

@@ -52,7 +52,7 @@ SLOWER = 1.5  # it waits at least so many times as long as this rank usually nee
 STEPS, FEW = 20, 5  # steps that "auto" looks at, and without which it answers nothing
 IN_A_ROW = 8  # late steps, after which the others wait
 LOOK = (0.002, 0.02)  # seconds between two looks at what has come, at least and at most
-OWED = "owed "  # before the names of what is owed, in a state
+OWED, OWING = "owed", "owing"  # in a state: gradients side by side, names and sizes of these
 
 
 class Expected(NamedTuple):
@@ -229,11 +229,9 @@ class Stragglers:
         return Paid(self.owed, left)
 
     def waiting(self, numels: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """Return what is owed of every parameter."""
-        return {
-            OWED + name: self.owed[name] if name in self.owed else torch.zeros(numel)
-            for name, numel in numels.items()
-        }
+        """Return what is owed of every parameter, side by side."""
+        every = (self.owed.get(name, torch.zeros(numel)) for name, numel in numels.items())
+        return {OWED: torch.cat([torch.zeros(0), *every])}
 
     def restart(self, state: Mapping[str, Any]) -> None:
         """Owe what a loaded state says, and answer nothing until a whole backward has passed."""
@@ -241,10 +239,12 @@ class Stragglers:
             for answered in self._answered:
                 answered.backward.abandon()
             self._known = []
+            names, numels = zip(*state.get(OWING) or [("", 0)], strict=True)
+            parts = state.get(OWED, torch.zeros(0)).split(numels)
             self.owed = {
-                name.removeprefix(OWED): owed.clone()
-                for name, owed in state.items()
-                if name.startswith(OWED) and bool(owed.any())
+                name: part.clone()
+                for name, part in zip(names, parts, strict=True)
+                if bool(part.any())
             }
 
     # ------------------------------------------------------------ the watching thread

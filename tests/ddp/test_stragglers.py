@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -30,12 +31,12 @@ WARM = 3  # backward passes before any bucket is answered
 class Session:
     """A rank that trains, and keeps sums of its gradients and of the means."""
 
-    def __init__(self, codec="int8", dtype=torch.float32, **options):
+    def __init__(self, codec="int8", dtype=torch.float32, ddp=None, **options):
         torch.manual_seed(0)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.model = Net().to(dtype)
         self.dtype, self.count = dtype, 0
-        self.ddp = DistributedDataParallel(self.model, **BUCKETS)
+        self.ddp = DistributedDataParallel(self.model, **BUCKETS | (ddp or {}))
         self.state = commpress.compress(self.ddp, codec, topology=None, **options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.own, self.means = self.zeros(), self.zeros()
@@ -88,8 +89,9 @@ class Session:
 # ---------------------------------------------------------------- what holds
 
 
-def at_random(codec, dtype):
-    session, luck = Session(codec, dtype, wait=0.004), random.Random(dist.get_rank())
+def at_random(codec, dtype, **ddp):
+    session = Session(codec, dtype, ddp, wait=0.004)
+    luck = random.Random(dist.get_rank())
     session.warm()
     for _ in range(25):
         session.step(0.02 * (luck.random() < 0.3))
@@ -109,16 +111,25 @@ def test_nothing_is_lost_under_random_delays(pool, codec, size):
 
 
 def test_replicas_of_sixteen_bits_are_equal(pool):
-    first, *others = pool.run(at_random, "int8", torch.bfloat16, size=3)
+    views = {"gradient_as_bucket_view": True}
+    first, *others = pool.run(partial(at_random, **views), "int8", torch.bfloat16, size=3)
     assert all(torch.equal(other[0], first[0]) for other in others)
 
 
-@pytest.mark.parametrize("codec", ["int8", LAZY], ids=str)
-def test_a_deadline_that_nobody_misses_changes_no_bit(pool, codec):
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan("int8", ddp=BUCKETS),
+        Plan(LAZY, ddp={"static_graph": True} | BUCKETS),
+        Plan(LAZY, ddp={"gradient_as_bucket_view": True}, accumulate=3),
+        Plan("int4", dtype=torch.float16, ddp=BUCKETS),
+    ],
+    ids=["int8", "static graph", "accumulation", "float16"],
+)
+def test_a_deadline_that_nobody_misses_changes_no_bit(pool, plan):
     """The twin waits for every rank."""
-    plan = Plan(codec, ddp=BUCKETS, state={"wait": 60.0})
-    results = pool.run(train, plan)
-    assert_equal(results, twin(Plan(codec, ddp=BUCKETS), 2))
+    results = pool.run(train, replace(plan, state={"wait": 60.0}))
+    assert_equal(results, twin(plan, 2))
     assert all(trained.counters["late_steps"] == 0 for trained in results)
 
 
