@@ -35,7 +35,7 @@ class Session:
         torch.manual_seed(0)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.model = Net().to(dtype)
-        self.dtype, self.count = dtype, 0
+        self.dtype, self.count, self.stall = dtype, 0, 0.0
         self.ddp = DistributedDataParallel(self.model, **BUCKETS | (ddp or {}))
         self.state = commpress.compress(self.ddp, codec, topology=None, **options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
@@ -45,6 +45,8 @@ class Session:
 
     def _see(self, name, gradient):
         self.own[name] += gradient.reshape(-1)
+        if name == "left.weight":
+            time.sleep(self.stall)
 
     def zeros(self):
         return {
@@ -52,9 +54,10 @@ class Session:
             for name, p in self.model.named_parameters()
         }
 
-    def step(self, pause=0.0, factor=1.0):
-        """Pause, as if data came late, and train; return the seconds that it took."""
-        start = time.monotonic()
+    def step(self, pause=0.0, factor=1.0, stall=0.0):
+        """Pause, as if data came late, and train; return the seconds that it took. ``stall``: pause
+        in the middle of backward."""
+        start, self.stall = time.monotonic(), stall
         time.sleep(pause)
         draws = torch.Generator().manual_seed(self.count * 97 + self.rank)
         self.count += 1
@@ -94,7 +97,7 @@ def at_random(codec, dtype, **ddp):
     luck = random.Random(dist.get_rank())
     session.warm()
     for _ in range(25):
-        session.step(0.02 * (luck.random() < 0.3))
+        session.step(0.02 * (luck.random() < 0.2), stall=0.02 * (luck.random() < 0.2))
     return session.weights(), session.missing(), session.state.counters.late_buckets
 
 
