@@ -325,10 +325,11 @@ class CompressedState(Stateful):
         check_feedback(error_feedback)
         check_exclude(exclude)
         self._check(named=named_parameters is not None, agrees=agree_over is not None)
-        self._check_wait(
-            scaled=grad_scaler is not None and grad_scaler.is_enabled(),
-            agrees=agree_over is not None,
-        )
+        if wait is not None:
+            self._check_wait(
+                scaled=grad_scaler is not None and grad_scaler.is_enabled(),
+                agrees=agree_over is not None,
+            )
         if codec == PLAIN and agree_over is None:
             codec = Planned(PLAIN)
         plain = isinstance(codec, Planned) and not codec.compresses
@@ -373,19 +374,8 @@ class CompressedState(Stateful):
         self._owing = False
         self._backward: Backward | None = None
         self.handover = Handover(self.channel)
-        check_wait(
-            wait,
-            {
-                "these ranks do not talk over Gloo on the CPU, of which alone it is known what has "
-                "come: make a group of backend 'gloo'": self.channel.size > 1
-                and not hasattr(self.channel.inner, "early"),
-                "codec keeps whole matrices for some parameters: name one of rows, such as "
-                "'fp8'": any(
-                    isinstance(policy.choose(name, each), LowRankCodec)
-                    for name, each in (self.names.numels or {"": BUCKET}).items()
-                ),
-            },
-        )
+        if wait is not None:
+            self._check_parts(policy)
         self.stragglers = None if wait is None else Stragglers(wait, self)
         self._told = False  # whether the log has reported the first compressed step
         on_reform(process_group, self)
@@ -475,6 +465,23 @@ class CompressedState(Stateful):
                 "the ranks of this group may change: make one of backend 'gloo'": can_reform(
                     self.process_group
                 ),
+            },
+        )
+
+    def _check_parts(self, policy: Policy) -> None:
+        """Raise an error where ``wait`` does not work with these ranks or parameters."""
+        numels = self.names.numels or {"": BUCKET}
+        whole = [isinstance(policy.choose(name, numels[name]), LowRankCodec) for name in numels]
+        check_wait(
+            self.options["wait"],
+            {
+                "these ranks do not talk over Gloo on the CPU, of which alone it is known what has "
+                "come: make a group of backend 'gloo'": self.channel.size > 1
+                and not hasattr(self.channel.inner, "early"),
+                f"the parameters are on {self.names.device}: train on the CPU": self.names.device
+                not in (None, torch.device("cpu")),
+                "codec keeps whole matrices for some parameters: name one of rows, such as "
+                "'fp8'": any(whole),
             },
         )
 
