@@ -20,6 +20,7 @@ import gpu
 import guard
 import hierarchical
 import kills
+import late_rank
 import local_loss
 import local_speed
 import loss
@@ -67,6 +68,7 @@ BENCHMARKS = (
     guard,
     hierarchical,
     kills,
+    late_rank,
     local_loss,
     local_speed,
     loss,

@@ -15,9 +15,10 @@ stopped at any time and continued.
            searched for each
   --hooks CODEC   also synchronous gradients in this codec, as commpress.compress sends them;
            per-layer-CODEC: in codecs or ranks that PerLayer chooses every 100 steps
-  --optimizers NAME  also OneBitAdam or ZeroOneAdam, whose first tenth is exact; Muon, whose
-           matrices travel in int8 and int4, with AdamW's sizes of steps; Muon-none, in no codec,
-           which has the bits of torch's Muon on the mean gradient
+  --optimizers NAME  also OneBitAdam or ZeroOneAdam, whose first tenth is exact; OneBitAdam-CODEC
+           and OneBitAdam-per-layer-CODEC, as for hooks; Muon, whose matrices travel in int8 and
+           int4, with AdamW's sizes of steps; Muon-none, in no codec, which has the bits of torch's
+           Muon on the mean gradient
 Columns of the table:
   gap      held-out loss against synchronous training at its best rate, mean over the seeds that
            both have
@@ -30,12 +31,10 @@ Columns of the table:
 import argparse
 import copy
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from math import cos, pi
 from statistics import mean
-from threading import Barrier
 from typing import Any, Literal
 
 import torch
@@ -405,7 +404,14 @@ def _optimizer(model: torch.nn.Module, run: Run, transport: Transport) -> torch.
         max_grad_norm=1.0,
         transport=transport,
         **({"exact_steps": run.steps // 10} if name == "OneBitAdam" else {}),
+        **({"codec": _codec(codec)} if codec else {}),
     )
+
+
+def _codec(name: str) -> str | commpress.PerLayer:
+    if name.startswith(PER_LAYER):
+        return commpress.PerLayer(name.removeprefix(PER_LAYER), LAYERED)
+    return name
 
 
 def _adamw(model: torch.nn.Module, run: Run) -> torch.optim.AdamW:
@@ -423,9 +429,7 @@ class Hook:
         for name, parameter in model.named_parameters():
             self.spans.append(Span(name, at, parameter.numel()))
             at += parameter.numel()
-        self.codec: str | commpress.PerLayer = run.codec
-        if run.codec.startswith(PER_LAYER):
-            self.codec = commpress.PerLayer(run.codec.removeprefix(PER_LAYER), LAYERED)
+        self.codec = _codec(run.codec)
         choices = [choice_of(self.codec, policy_of) for _ in range(run.ranks)]
         self.ranks = [
             (
@@ -454,22 +458,10 @@ class Hook:
 
     def choose(self, step: int) -> None:
         """Let all ranks choose their codecs at the same time, as they do in a run."""
-        size, tables = len(self.ranks), list[torch.Tensor]()
-        barrier = Barrier(size)
-
-        def total(table: torch.Tensor) -> torch.Tensor:
-            tables.append(table)
-            barrier.wait()
-            return torch.stack(tables).sum(0)
-
-        def one(rank: int) -> None:
-            _, exchanges, _, choice = self.ranks[rank]
-            now = choice.at(step, Peers(rank, size, total))
+        found = [choice.at(step, Peers(channel)) for channel, *_, choice in self.ranks]
+        for (_, exchanges, *_), now in zip(self.ranks, simulate(found), strict=True):
             assert now.policy is not None
             exchanges.use(now.policy)
-
-        with ThreadPoolExecutor(size) as threads:
-            list(threads.map(one, range(size)))
 
     def reduce(self, step: int) -> None:
         """Put the mean of all ranks' gradients into the parameters."""

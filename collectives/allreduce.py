@@ -15,7 +15,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -232,7 +232,14 @@ def average(flat: torch.Tensor, call: "Call", *, name: str) -> Steps[None]:
     yield from reduce_message(flat, None, message, call)
 
 
-def settle(outcomes: Iterable[Outcome], *, taken: bool) -> None:
+class Settled(Protocol):
+    """Result of an exchange that the end of its round keeps or drops."""
+
+    def commit(self) -> None: ...
+    def discard(self) -> None: ...
+
+
+def settle(outcomes: Iterable[Settled], *, taken: bool) -> None:
     """Commit or discard all outcomes."""
     for outcome in outcomes:
         if taken:

@@ -282,6 +282,9 @@ class Counters(Totals):
     skipped_steps: int = 0
     skipped_buckets: int = 0
     plain_steps: int = 0  # steps by torch's own all-reduce
+    # with wait=: steps, and buckets of them, for which this rank's backward was late
+    late_steps: int = 0
+    late_buckets: int = 0
     messages: int = 0
     # bytes of a float32 ring all-reduce of the same buckets: 8·(P−1)/P per element
     logical_bytes: int = 0
@@ -389,5 +392,6 @@ class Counters(Totals):
                 if self.plain_elements
                 else ""
             )
+            + (f"; late in {self.late_steps} of {self.steps} steps" if self.late_steps else "")
             + (f"; chosen: {self.choice}" if self.choice else "")
         )

@@ -29,6 +29,7 @@ from commpress.collectives.agreement import Consensus
 from commpress.collectives.allreduce import (
     Call,
     Outcome,
+    Settled,
     Workspace,
     check_buffer,
     reduce_bucket,
@@ -311,6 +312,10 @@ class Exchanges:
             )
         return self._known[key]
 
+    def known(self, tensors: tuple[object, ...], *, exact: bool = False) -> Exchange | None:
+        """Return the exchange of these tensors, if ``of`` has made it."""
+        return self._known.get((exact, tensors))
+
     def forget(self, tensors: tuple[object, ...]) -> None:
         """Release the exchange of these tensors and its buffers; its residuals stay in
         ``residuals``."""
@@ -444,7 +449,7 @@ class Round:
         self.finite = True
         self.error: Exception | None = None  # to be raised by the thread that began the round
         self.buffers: list[torch.Tensor] = []  # means that have arrived
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[Settled] = []
         self._futures: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
         self._open, self._complete, self._abandoned, self._failed = 0, False, False, False
         self._lock = threading.Lock()
@@ -461,14 +466,22 @@ class Round:
             self._futures.append((future, buffer))
         return future
 
-    def end(self, buffer: torch.Tensor, finite: bool, outcomes: Iterable[Outcome]) -> Steps[bool]:
+    def hold(self) -> None:
+        """Keep the round open until one more ``end``, with no buffer."""
+        with self._lock:
+            self._open += 1
+
+    def end(
+        self, buffer: torch.Tensor | None, finite: bool, outcomes: Iterable[Settled]
+    ) -> Steps[bool]:
         """End an exchange whose means are in ``buffer``, or not finite; return True if this closes
         the round: then call ``deliver``."""
         with self._lock:
             self._open -= 1
             self.finite &= finite
             self._outcomes += outcomes
-            self.buffers.append(buffer)
+            if buffer is not None:
+                self.buffers.append(buffer)
             if self._abandoned:
                 self._settle(taken=False)
             if self._failed or self._open or not self._complete:

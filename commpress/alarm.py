@@ -15,9 +15,11 @@ import torch
 
 from commpress.codecs import codec_named
 from commpress.collectives.allreduce import Outcome
+from commpress.collectives.channel import Channel
 from commpress.errors import InvalidArgument, check_counts
 from commpress.kernels.pieces import NUMEL, RESIDUAL, SOURCE
 from commpress.logs import tell_on_first, warn_on_first
+from commpress.work import Steps
 
 WARN = "warn"
 NONE = "none"  # without compression, by torch's own all-reduce
@@ -30,14 +32,16 @@ LONGEST = 64  # limit of the doubled ``pause``, in looks
 
 
 class Peers(NamedTuple):
-    """Ranks that judge and choose together, with this rank's access to sums and to residuals."""
+    """Ranks that judge and choose together, with this rank's access to its residuals."""
 
-    rank: int
-    size: int
-    total: Callable[[torch.Tensor], torch.Tensor]  # sums a table over the ranks; collective
+    channel: Channel
     # adds this rank's residual of a parameter to a tensor
     add_residual: Callable[[str, torch.Tensor], None] | None = None
-    in_levels: bool = False  # two-level topology: the ranks of a node sum exactly
+
+    def total(self, table: torch.Tensor) -> Steps[torch.Tensor]:
+        """Sum a small table over the ranks, in double."""
+        every = yield from self.channel.gathered(table.flatten().tolist())
+        return torch.from_numpy(every.sum(axis=0)).view(table.shape)
 
 
 @dataclass
@@ -127,12 +131,12 @@ class Alarm:
                 for i, (a, b) in enumerate(pairs):
                     self._sums[i] += float(torch.dot(a, b))
 
-    def look(self, peers: Peers, step: int) -> None:
+    def look(self, peers: Peers, step: int) -> Steps[None]:
         """Judge ``step`` by the indicators of all ranks; collective."""
         losses = [value for value in map(float, self._told) if isfinite(value)]
         table = torch.tensor([*self._sums, sum(losses), len(losses)], dtype=torch.float64)
         self._sums, self._told = [0.0] * 4, []
-        own, product, sent, left, loss, count = peers.total(table).tolist()
+        own, product, sent, left, loss, count = (yield from peers.total(table)).tolist()
         seen = {}
         if own > 0 and sent > 0:
             seen = {"residual": sqrt(left / own), "cosine": product / sqrt(own * sent)}
@@ -140,11 +144,11 @@ class Alarm:
             seen["loss"] = loss / count
         if not seen and not self._looks and not self.active:
             warn_on_first(
-                peers.rank,
+                peers.channel.rank,
                 "the alarm has nothing to judge: this codec keeps no residuals here, or the step "
                 "was not finite, and no loss was told. Call state.alarm.tell(loss) in every step",
             )
-        self.judge(step, seen, peers.rank)
+        self.judge(step, seen, peers.channel.rank)
 
     # ------------------------------------------------------------ judging
 

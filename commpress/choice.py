@@ -1,7 +1,7 @@
 """Choice: the codecs of each step, alike on all ranks.
 
     choice.at(step, peers)       the codecs of the step that begins, whether its buckets are to be
-                                 observed, and the step until which the answer holds
+                                 observed, and the step until which the answer holds; may wait
     choice.looks(step)           whether buckets of this step are to be observed
     choice.observe(step, seen)   record one of these buckets, as this rank sent it
     choice.state()               data for ranks that join and for a resumed run
@@ -25,7 +25,8 @@ from commpress.alarm import NONE, WARN, Alarm, Peers
 from commpress.codecs import Codec, Policy, codec_named
 from commpress.codecs.planned import PLAIN
 from commpress.codecs.whole_tensors import LowRankCodec
-from commpress.collectives.allreduce import Outcome
+from commpress.collectives.agreement import Consensus
+from commpress.collectives.allreduce import Outcome, average
 from commpress.collectives.buckets import Span
 from commpress.collectives.powersgd import MatrixPlan
 from commpress.errors import InvalidArgument, check_counts
@@ -39,6 +40,7 @@ from commpress.plan.assignment import (
     errors_of_ranks,
     rank_options,
 )
+from commpress.work import Steps
 
 AUTO = "auto"
 # from the most exact to the coarsest; a codec that may change a loss is tried only on request
@@ -96,9 +98,10 @@ class Choice:
         """``start``: the first step that is compressed."""
         self.usual, self.start = usual, start
 
-    def at(self, step: int, peers: Peers, *, aborted: bool = False) -> Now:
+    def at(self, step: int, peers: Peers, *, aborted: bool = False) -> Steps[Now]:
         """Return the codecs of the step that begins; collective. ``aborted``: the last backward was
         aborted."""
+        yield from ()
         exact = step < self.start
         return Now(self.usual, exact, until=self.start if exact else inf)
 
@@ -179,32 +182,31 @@ class Auto(Choice):
         """Return the method of a step of the trial."""
         return self.methods[max(step - UNTIMED, 0) // CONSECUTIVE % len(self.methods)]
 
-    def at(self, step: int, peers: Peers, *, aborted: bool = False) -> Now:
+    def at(self, step: int, peers: Peers, *, aborted: bool = False) -> Steps[Now]:
         if step < self.start:
             return Now(self.usual, exact=True)
         if not aborted:
-            (self._watch if self.method else self._try)(step, peers)
+            yield from (self._watch if self.method else self._try)(step, peers)
         method = self.method or self.turn(self._step - 1)
         policy = None if method == PLAIN else self._named(method)
         return Now(policy, looks=self.looks(step))
 
-    def _try(self, step: int, peers: Peers) -> None:
+    def _try(self, step: int, peers: Peers) -> Steps[None]:
         """Record the last step of the trial and begin the next one, or decide after the last."""
-        now = self._clock()
+        now, channel = self._clock(), peers.channel
         if self._step == 0:
-            if self._widens and not peers.in_levels and LOW_RANK not in self.methods:
+            if self._widens and channel.levels is None and LOW_RANK not in self.methods:
                 usual, more = self.methods[: len(METHODS)], self.methods[len(METHODS) :]
                 self.methods, self.judged = (*usual, LOW_RANK, *more), (LOW_RANK,)
         else:
             self._took.append(now - self._began)
             if self._judges():
-                self._lateness[self.turn(self._step - 1)] = self._late(peers)
+                self._lateness[self.turn(self._step - 1)] = yield from self._late(peers)
         self._step, self._began = self._step + 1, now
         if self._step > self.steps:
-            rows = torch.zeros(peers.size, self.steps)
-            rows[peers.rank] = torch.tensor(self._took)
-            self.method, self.why = self.decide(peers.total(rows).amax(0).tolist())
-            tell_on_first(peers.rank, "codec='auto' goes on with %s", self.why)
+            every = yield from channel.gathered(self._took)
+            self.method, self.why = self.decide(every.max(axis=0).tolist())
+            tell_on_first(channel.rank, "codec='auto' goes on with %s", self.why)
 
     def decide(self, seconds: Sequence[float]) -> tuple[str, str]:
         """Return the chosen method and the reason. ``seconds``: those of the slowest rank in each
@@ -225,16 +227,17 @@ class Auto(Choice):
         ]
         return chosen, "; ".join([f"{chosen}, because a step took {measured}", *kept])
 
-    def _watch(self, step: int, peers: Peers) -> None:
+    def _watch(self, step: int, peers: Peers) -> Steps[None]:
         """Replace the chosen codec if its lateness stays above the limit."""
         if not self.instead or not self._due(step - 1):
             return
-        lateness = self._late(peers)
+        lateness = yield from self._late(peers)
         self.late = self.late + 1 if lateness > LATE else 0
         if self.late < PATIENCE:
             return
         self.why = f"{self.instead}, because {self.method} kept back {lateness:.2g} gradients"
-        warn_on_first(peers.rank, "codec='auto' goes on with %s from step %d on", self.why, step)
+        told = "codec='auto' goes on with %s from step %d on"
+        warn_on_first(peers.channel.rank, told, self.why, step)
         self.method, self.instead = self.instead, ""
 
     def _due(self, step: int) -> bool:
@@ -254,18 +257,21 @@ class Auto(Choice):
         for name, own in seen.tensors().items():
             self._samples[name] = own[:: self._stride].clone(), own.numel()
 
-    def _late(self, peers: Peers) -> float:
+    def _late(self, peers: Peers) -> Steps[float]:
         """Return the lateness in the observed step, equal on all ranks."""
-        own, left = [torch.zeros(1)], [torch.zeros(1)]
+        if not self._samples:  # the step was not finite
+            return 0.0
+        own, left = list[torch.Tensor](), list[torch.Tensor]()
         for name, (sample, numel) in sorted(self._samples.items()):
             residual = torch.zeros(numel, device=sample.device)
             assert peers.add_residual is not None
             peers.add_residual(name, residual)
-            own.append(sample.cpu())
-            left.append(residual[:: self._stride].cpu())
+            own.append(sample)
+            left.append(residual[:: self._stride])
         self._samples.clear()
-        table = peers.total(torch.stack([torch.cat(own), torch.cat(left)]))
-        gradient, behind = table.double().norm(dim=1).tolist()
+        table = torch.cat([*own, *left])
+        yield from average(table, peers.channel.call(1), name="lateness")
+        gradient, behind = table.view(2, -1).double().norm(dim=1).tolist()
         return behind / gradient if gradient > 0 else 0.0
 
     def state(self) -> dict[str, Any]:
@@ -378,18 +384,21 @@ class Layered(Choice):
                 self._errors[name] = errors_of(own, self.options)
                 self._shapes[name] = 1, own.numel()
 
-    def at(self, step: int, peers: Peers, *, aborted: bool = False) -> Now:
+    def at(self, step: int, peers: Peers, *, aborted: bool = False) -> Steps[Now]:
         if self._errors:
-            self._decide(step - 1, peers)
+            yield from self._decide(step - 1, peers)
         return Now(self.usual, exact=step < self.start, looks=self.looks(step))
 
-    def _decide(self, step: int, peers: Peers) -> None:
+    def _decide(self, step: int, peers: Peers) -> Steps[None]:
         names = sorted(self._errors)
-        table = peers.total(torch.tensor([self._errors[n] for n in names], dtype=torch.float64))
+        own = torch.tensor([self._errors[n] for n in names], dtype=torch.float64)
+        table = yield from peers.total(own)
         self._errors.clear()
         if not torch.isfinite(table).all():
             return
-        rules, gain = self.assigned(dict(zip(names, table.tolist(), strict=True)), peers.size)
+        rules, gain = self.assigned(
+            dict(zip(names, table.tolist(), strict=True)), peers.channel.size
+        )
         self.why = f"of step {step}: {gain}"
         self._use(self.rules | rules)
 
@@ -454,6 +463,20 @@ class LayeredRanks(Layered):
         return rules, f"{found.share:.2f} of the error of {uniform} for every layer, in its bytes"
 
 
+def check_layers(codec: object, size: int, consensus: Consensus | None, beside: str = "") -> None:
+    """Refuse ``PerLayer`` beside what it does not see: a ``consensus`` of more ranks than the
+    ``size`` that choose together, or as ``beside`` says."""
+    if consensus is not None and consensus.transport.size > size and not beside:
+        beside = (
+            "agree_over, and it adds up errors over the ranks that average, not over all that must "
+            "stay equal"
+        )
+    if isinstance(codec, PerLayer) and beside:
+        raise InvalidArgument(
+            f"codec is {codec!r} with {beside}: name a codec, such as {codec.uniform!r}"
+        )
+
+
 # ---------------------------------------------------------------- an alarm
 
 
@@ -469,10 +492,10 @@ class Alarmed(Choice):
     def why(self) -> str:  # type: ignore[override]
         return self.inner.why
 
-    def at(self, step: int, peers: Peers, *, aborted: bool = False) -> Now:
-        now = self.inner.at(step, peers, aborted=aborted)
+    def at(self, step: int, peers: Peers, *, aborted: bool = False) -> Steps[Now]:
+        now = yield from self.inner.at(step, peers, aborted=aborted)
         if not aborted and self.alarm.due(step - 1 - self.start):
-            self.alarm.look(peers, step - 1)
+            yield from self.alarm.look(peers, step - 1)
         now = Now(self._then) if self.alarm.active else now
         return now._replace(looks=self.looks(step), until=0.0)
 
@@ -507,11 +530,13 @@ def choice_of(
     exact_steps: int = 0,
     alarm: Alarm | None = None,
     numel: int = SAMPLED,
+    tries: bool = True,
 ) -> Choice:
     """Make the choice for these options. ``codec`` None compresses nothing; ``named`` makes a
-    policy of a codec; ``numel`` is the number of elements of all parameters together."""
+    policy of a codec; ``numel`` is the number of elements of all parameters together; ``tries``:
+    ``codec`` may be "auto"."""
     choice: Choice
-    if methods := methods_of(codec):
+    if methods := methods_of(codec) if tries else ():
         widens = isinstance(codec, str) and ":" not in codec
         choice = Auto(methods, named, widens=widens, start=exact_steps, numel=numel)
     elif isinstance(codec, PerLayer):

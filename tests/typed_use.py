@@ -17,6 +17,7 @@ def training(ddp: DistributedDataParallel, mesh: DeviceMesh) -> None:
     commpress.compress_fsdp(ddp.module, codec="fp8", weights="exact").counters.steps.bit_length()
     commpress.compress_fsdp(ddp.module, codex="fp8")  # type: ignore[call-arg]
     commpress.OneBitAdam(ddp.parameters(), lr=1e-3, exact_steps=10, codec="sign", mesh=mesh)
+    commpress.ZeroOneAdam(ddp.parameters(), codec=commpress.PerLayer("int4", every=100))
     commpress.ZeroOneAdam(ddp.parameters(), exact_stepz=10)  # type: ignore[call-arg]
     commpress.Muon(ddp.parameters(), codec="int8").step()
     commpress.LocalUpdates(torch.optim.AdamW(ddp.parameters()), every="auto").drain()

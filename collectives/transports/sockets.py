@@ -124,6 +124,10 @@ class SocketTransport:
         world = self.mesh.world[self.members[rank]]
         return f"rank {rank}" if world == rank else f"rank {rank} (global rank {world})"
 
+    def early(self) -> dict[int, bytes]:
+        """Messages that have come before this rank asked for them: a header of each by its tag."""
+        return self.mesh.engine.early()
+
     def lost(self) -> dict[int, str]:
         """Ranks that are gone, as far as their connections say by now, and how."""
         gone = self.mesh.engine.look()
@@ -559,9 +563,15 @@ class SocketEngine:
     def look(self) -> dict[int, str]:
         """Peers whose connection is closed, and how. Takes what has come, and waits for nothing."""
         with self._changed:
-            if not self._leading and not self._closed:
-                self._act(self._poll.poll(0))
+            self._take_what_came()
             return {peer.rank: peer.end_of_it for peer in self._peers.values() if not peer.open}
+
+    def early(self) -> dict[int, bytes]:
+        """Headers by tag, one each, of messages that have come and that nobody has asked for. Waits
+        for nothing."""
+        with self._changed:
+            self._take_what_came()
+            return {tag: waiting[0].header for (_, tag), waiting in self._early.items()}
 
     def close(self) -> None:
         with self._changed:
@@ -586,6 +596,10 @@ class SocketEngine:
         self._poll.close()
 
     # ------------------------------------------------------------ under the lock
+
+    def _take_what_came(self) -> None:
+        if not self._leading and not self._closed:
+            self._act(self._poll.poll(0))
 
     def _unusable(self, members: Sequence[int]) -> CommunicationError:
         if self._closed:

@@ -227,7 +227,9 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
 
     - ``exact_steps``: the number of exact steps (15 to 25 % of a run is usual), "auto" (default):
       until the variance is stable, or a ``schedules.Freeze``.
-    - ``codec``, ``min_numel``: the codec of momentum; smaller tensors travel exactly.
+    - ``codec``: of momentum. ``PerLayer`` chooses one for every layer again and again, unless state
+      is sharded.
+    - ``min_numel``: tensors of fewer elements travel exactly.
     - ``spiky_codec``: for gradients of tensors whose variance does not freeze, because it is
       concentrated in few elements or zero somewhere (embeddings, output layers); "bits4" sends half
       as much, and moves elements of small gradients later. None: only zeros keep one from freezing,

@@ -14,12 +14,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from math import inf, isfinite
 from typing import Any, Literal, TypedDict
 
 import numpy as np
 import torch
 
+from commpress.choice import PerLayer, check_layers, choice_of
 from commpress.codecs import Codec, Policy, codec_named, policy_of
 from commpress.codecs.family import EXACT
 from commpress.codecs.policy import Same
@@ -90,7 +92,7 @@ class OptimizerOptions(TypedDict, total=False):
     """Keyword options that all compressed optimizers take; ``OneBitAdam`` explains them."""
 
     bias_correction: bool
-    codec: str | Codec | Policy
+    codec: str | Codec | Policy | PerLayer
     exact_codec: str | Codec
     spiky_codec: str | Codec | None
     variance_floor: float
@@ -128,6 +130,7 @@ class OptimizerCounters(Totals):
     round_bytes: int = 0  # bytes of one such all-reduce
     # cost of each parameter in a compressed round, by name
     shares: Mapping[str, Share] = field(default_factory=dict)
+    choice: str = ""  # last choice of ``PerLayer``, with its reason
 
     def step(self, kind: str, taken: bool, sent_bytes: int, numel: int, ranks: int) -> None:
         self.steps += taken
@@ -171,7 +174,7 @@ class OptimizerCounters(Totals):
             f"{self.steps} steps: {self.exact_rounds} exact rounds, {self.compressed_rounds} "
             f"compressed, {self.local_steps} without communication; {self.wire_bytes / 1e6:.3f} MB "
             f"sent instead of {self.logical_bytes / 1e6:.3f} ({self.ratio:.1f} times "
-            f"fewer){self._of_a_round()}"
+            f"fewer){self._of_a_round()}" + (f"; chosen: {self.choice}" if self.choice else "")
         )
 
     def _of_a_round(self) -> str:
@@ -224,7 +227,7 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
         weight_decay: float = 0.0,
         *,
         bias_correction: bool = True,
-        codec: str | Codec | Policy = "sign",
+        codec: str | Codec | Policy | PerLayer = "sign",
         exact_codec: str | Codec = "none",
         spiky_codec: str | Codec | None = "fp8",
         variance_floor: float = 1e-3,
@@ -245,10 +248,11 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
         check_feedback(error_feedback)
         check_counts(check_every=check_every)
         check_on_nonfinite(on_nonfinite, propagates=False)
-        self.codec, self.exact_codec = (
-            policy_of(codec, min_numel=min_numel),
-            codec_named(exact_codec),
-        )
+        # codecs of compressed rounds, chosen anew between two of them
+        self.choice = choice_of(codec, partial(policy_of, min_numel=min_numel), tries=False)
+        self.compressed = 0  # rounds that were taken, by which the choice counts
+        assert self.choice.usual is not None
+        self.codec, self.exact_codec = self.choice.usual, codec_named(exact_codec)
         finer = None if spiky_codec is None else codec_named(spiky_codec)
         self.tensors = TensorStates(self.codec, finer, self.exact_codec, min_numel, variance_floor)
         _check_norm(max_grad_norm)
@@ -298,6 +302,8 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
             if transport is None
             else Channel(transport, name=name)
         )
+        divided = "divided state, whose weights come back in the same codec, and it sees gradients"
+        check_layers(codec, self.channel.size, self.consensus, divided if self.divided else "")
         self.handover = Handover(self.channel)
         self._woken: list[int] = []  # tensors that the last round woke
         self._reformed = False  # since the last step: compare replicas
@@ -474,6 +480,13 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
         """Cut again, because codecs of compressed rounds have changed."""
         self.quantized.recut()
         self._count_shares()
+
+    def _use_choice(self) -> None:
+        """Send the next messages in the codecs that were chosen last."""
+        policy = self.choice.usual
+        if policy is not None and policy != self.codec:
+            self.codec = self.tensors.codec = policy
+            self.recut()
 
     def _count_shares(self) -> None:
         flat, size = self._flat, self.channel.size
@@ -700,10 +713,12 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
             raise
         if taken:
             self._step_experts(kind)
+        self._use_choice()
         waking = self.tensors.waking()  # if a header asked for it
         self.tensors.remember(taken)
         if taken:
             self.steps_done += 1
+            self.compressed += kind is RoundKind.COMPRESSED
             yield from self.after(kind)
             yield from self._agree_who_wakes(waking)
         self.counters.step(
@@ -967,7 +982,9 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
 
     def schedule(self) -> dict[str, Any]:
         trips = {"trips": self.tensors.trips.tolist()} if "trips" in self.entries else {}
-        return {"facts": self.facts.as_dict()} | trips
+        chosen = self.choice.state()
+        chosen |= {"compressed": self.compressed} if chosen else {}
+        return {"facts": self.facts.as_dict()} | trips | chosen
 
     def check(self, schedule: Mapping[str, Any]) -> None:
         check_entries(schedule, ("facts", *self.entries), "the state of a rank")
@@ -978,6 +995,9 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
 
     def follow(self, schedule: Mapping[str, Any], change: Change | None = None) -> None:
         self.facts = Facts.of(schedule["facts"])
+        self.choice.load(schedule)
+        self.compressed = schedule.get("compressed", 0)
+        self._use_choice()
         if self.experts is not None and schedule.get("own") is not None:
             self.experts.load(schedule["own"])
         if "trips" in self.entries:

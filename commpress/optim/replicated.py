@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from commpress.alarm import Peers
+from commpress.choice import Layered, Seen
 from commpress.codecs import policy_of
 from commpress.collectives.allreduce import Outcome
 from commpress.collectives.change import Change
@@ -97,6 +99,9 @@ class ReplicatedOptimizer(CompressedOptimizer):
             for group, at in self.groups():
                 self.begin(kind, group, [i for i in at if i in left], gain)
             outcomes = outcomes + (yield from self.reduce(kind, sorted(left)))
+        if kind is RoundKind.COMPRESSED and all(outcome.finite for outcome in outcomes):
+            yield from self.choice.at(self.compressed + 1, Peers(self.channel))
+            self.counters.choice = self.choice.why
         return outcomes
 
     def begin(
@@ -142,6 +147,9 @@ class ReplicatedOptimizer(CompressedOptimizer):
     def reduce(self, kind: RoundKind, indices: Sequence[int]) -> Steps[list[Outcome]]:
         """Replace ``work`` of these parameters by its mean."""
         exchange = self.exchange(kind, indices)
+        if kind is RoundKind.COMPRESSED and self.choice.looks(self.compressed):
+            spans = self.spans(self.tensors.part(indices)[1])
+            self.choice.observe(self.compressed, Seen(spans, self.work, None, (), exchange.plans))
         call = self.channel.call(exchange.sequences, self.steps_done, asks=self.asks())
         return exchange.steps(self.channel, self.work, call)
 
@@ -179,7 +187,12 @@ class ReplicatedOptimizer(CompressedOptimizer):
             exact = policy_of(self.exact_codec, min_numel=256)
             among = self.channel.size, self.channel.workspace
             self.full = Exchanges(exact, *among, feedback=self.error_feedback)
-            self.quantized = Exchanges(self.tensors, *among, feedback=self.error_feedback)
+            self.quantized = Exchanges(
+                self.tensors,
+                *among,
+                feedback=self.error_feedback,
+                any_rank=isinstance(self.choice, Layered),
+            )
         self.full.recut()
         self.recut()
         self.allocate(had)
@@ -220,6 +233,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
 
     def go_on(self, change: Change, standing: Standing) -> None:
         self.tensors.ranks = self.channel.size
+        self.choice.load(self.choice.state())  # without errors that some ranks have not summed
         for i in self.numbers:
             self.tensors.divide(i)
         self.recut()

@@ -7,6 +7,7 @@ state's worker and returns a future to DDP. Backward continues meanwhile.
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from math import inf, nan
 from pathlib import Path
@@ -19,13 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from commpress.alarm import NONE, Alarm, Peers, alarm_of
-from commpress.choice import Now, PerLayer, Seen, choice_of, methods_of
+from commpress.choice import Now, PerLayer, Seen, check_layers, choice_of, methods_of
 from commpress.codecs import Codec, Policy, SignCodec, codec_named, policy_of
 from commpress.codecs.family import EXACT
 from commpress.codecs.planned import PLAIN, Planned, load_plan
 from commpress.codecs.policy import check_exclude
 from commpress.codecs.whole_tensors import LowRankCodec
-from commpress.collectives.allreduce import Call, Outcome
+from commpress.collectives.allreduce import Call, Outcome, Settled
 from commpress.collectives.buckets import FLOATS, Span
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel, Counters
@@ -45,15 +46,17 @@ from commpress.errors import (
     CommunicationError,
     InvalidArgument,
     NonFiniteGradient,
+    StateMismatch,
     check_counts,
     refuse_unknown,
 )
 from commpress.feedback import ResidualStore, check_feedback
 from commpress.integrations.ddp.names import ParameterNames, averaged_parameters
+from commpress.integrations.ddp.stragglers import OWED, OWING, Stragglers, check_model, check_wait
 from commpress.kernels.pieces import NUMEL, RESIDUAL
 from commpress.logs import warn_on_first
 from commpress.torch_private import LossScale, check_unhooked, check_wrapped
-from commpress.work import Done, Steps, Work
+from commpress.work import Done, Steps, Work, run
 
 if TYPE_CHECKING:
     from commpress.integrations.ddp.mesh import MeshStates
@@ -73,6 +76,7 @@ class HookOptions(TypedDict, total=False):
     grad_scaler: torch.amp.GradScaler | None
     exact_steps: int
     alarm: Alarm | str | None
+    wait: float | Literal["auto"] | None
 
 
 class CompressOptions(HookOptions, total=False):
@@ -142,6 +146,7 @@ def compress(
             raise InvalidArgument(
                 "plan and mesh are both given: of a mesh name the codecs in dims="
             )
+        check_wait(options.get("wait"), {"mesh is given: compress each dimension by itself": True})
         given = {"min_numel": min_numel, "exclude": exclude} | (
             {} if topology == "auto" else {"topology": topology}
         )
@@ -149,6 +154,7 @@ def compress(
     check_wrapped(ddp)
     check_unhooked(ddp)
     refuse_unknown("compress", options, compress, CompressedState)
+    check_model(options.get("wait"), ddp)
     if plan is not None:
         codec = plan if isinstance(plan, Planned) else load_plan(plan)
         topology = codec.topology if topology == "auto" else topology
@@ -175,6 +181,7 @@ def _divides(codec: Any, ddp: DistributedDataParallel, options: HookOptions) -> 
         or can_reform(ddp.process_group)
         or codec == PLAIN
         or options.get("alarm") is not None
+        or options.get("wait") is not None
     ):
         return False
     if methods := methods_of(codec):
@@ -272,6 +279,9 @@ class CompressedState(Stateful):
       faster than one level.
     - ``alarm``: an ``Alarm``, or its ``then`` alone: the reaction if compression seems to harm the
       run.
+    - ``wait``: seconds that other ranks wait for a backward of this one which is late; then it
+      takes part with zeros, and its gradients follow later. "auto": a quarter of a step. None:
+      until it is there. See ``docs/ddp.md``.
 
     ``measure_every`` says how many steps lie between measurements of the compression error (100; 0:
     none; none with a topology), and may be set at any time.
@@ -294,6 +304,7 @@ class CompressedState(Stateful):
         exact_steps: int = 0,
         topology: Topology | str | Links | None = None,
         alarm: Alarm | str | None = None,
+        wait: float | Literal["auto"] | None = None,
     ) -> None:
         self.process_group = process_group
         self.options: dict[str, Any] = {
@@ -305,6 +316,7 @@ class CompressedState(Stateful):
             "exact_steps": exact_steps,
             "topology": topology,
             "alarm": alarm,
+            "wait": wait,
         }
         self.names = ParameterNames(named_parameters or ())
         self.alarm = alarm_of(alarm)
@@ -313,6 +325,11 @@ class CompressedState(Stateful):
         check_feedback(error_feedback)
         check_exclude(exclude)
         self._check(named=named_parameters is not None, agrees=agree_over is not None)
+        if wait is not None:
+            self._check_wait(
+                scaled=grad_scaler is not None and grad_scaler.is_enabled(),
+                agrees=agree_over is not None,
+            )
         if codec == PLAIN and agree_over is None:
             codec = Planned(PLAIN)
         plain = isinstance(codec, Planned) and not codec.compresses
@@ -336,6 +353,7 @@ class CompressedState(Stateful):
         )
         self.channel = Channel.among(process_group, device=self.names.device)
         self.consensus = consensus_over(agree_over, process_group)
+        check_layers(codec, self.channel.size, self.consensus)
         if topology is not None:
             usual = min(numel, BUCKET)
             divide(self.channel, topology, usual, policy.choose("", usual))
@@ -357,6 +375,9 @@ class CompressedState(Stateful):
         self._owing = False
         self._backward: Backward | None = None
         self.handover = Handover(self.channel)
+        if wait is not None:
+            self._check_parts(policy)
+        self.stragglers = None if wait is None else Stragglers(wait, self)
         self._told = False  # whether the log has reported the first compressed step
         on_reform(process_group, self)
         if self.channel.size == 1:
@@ -428,6 +449,43 @@ class CompressedState(Stateful):
                     pattern,
                 )
 
+    def _check_wait(self, *, scaled: bool, agrees: bool) -> None:
+        o = self.options
+        changes = methods_of(o["codec"]) or isinstance(o["codec"], PerLayer) or self.alarm
+        check_wait(
+            o["wait"],
+            {
+                "codec, or the plan's, is 'none', and torch's own all-reduce waits for every rank: "
+                "name a codec, such as 'fp8'": self._uncompressed,
+                "the codec may change, for which ranks wait for each other: name one codec, "
+                "without alarm": bool(changes),
+                "topology is given: pass topology=None": o["topology"] is not None,
+                "agree_over is given, with which ranks wait for each other: leave it out": agrees,
+                "grad_scaler is given, whose scale a late rank does not know yet: train in "
+                "bfloat16": scaled,
+                "the ranks of this group may change: make one of backend 'gloo'": can_reform(
+                    self.process_group
+                ),
+            },
+        )
+
+    def _check_parts(self, policy: Policy) -> None:
+        """Raise an error where ``wait`` does not work with these ranks or parameters."""
+        numels = self.names.numels or {"": BUCKET}
+        whole = [isinstance(policy.choose(name, numels[name]), LowRankCodec) for name in numels]
+        check_wait(
+            self.options["wait"],
+            {
+                "these ranks do not talk over Gloo on the CPU, of which alone it is known what has "
+                "come: make a group of backend 'gloo'": self.channel.size > 1
+                and not hasattr(self.channel.inner, "early"),
+                f"the parameters are on {self.names.device}: train on the CPU": self.names.device
+                not in (None, torch.device("cpu")),
+                "codec keeps whole matrices for some parameters: name one of rows, such as "
+                "'fp8'": any(whole),
+            },
+        )
+
     @property
     def _uncompressed(self) -> bool:
         """Return true if the caller asked for no compression."""
@@ -462,14 +520,20 @@ class CompressedState(Stateful):
 
     @torch.compiler.disable  # sockets and threads cannot be traced
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return self.submit(bucket) if self.stragglers is None else self.stragglers.submit(bucket)
+
+    def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start the exchange of a bucket of this rank."""
         buffer = bucket.buffer()
         if self.channel.size == 1 and self.consensus is None:
             self._pay(bucket, last=bucket.is_last())
+            if self.stragglers is not None:
+                self.stragglers.pay(self.names.tensors(bucket)[0], buffer).commit()
             passed: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             passed.set_result(buffer)
             return passed
         if bucket.index() == 0:
-            self._begin_backward(buffer.device)
+            self._begin_backward()
         assert self._backward is not None
         backward, last = self._backward, bucket.is_last()
         self.step += last
@@ -491,7 +555,42 @@ class CompressedState(Stateful):
             backward.raise_errors()
         return future
 
-    def _begin_backward(self, device: torch.device) -> None:
+    @property
+    def under_way(self) -> bool:
+        """True while a step is submitted and not settled."""
+        return self.steps_done < self.step
+
+    def prepared(self, tensors: tuple[int, ...]) -> Exchange | None:
+        """Return the exchange of these tensors in the next step, if that is known."""
+        if self.step >= self._now.until:
+            return None
+        return self.exchanges.known(tensors, exact=self._now.exact)
+
+    def answer(
+        self, mean: torch.Tensor, exchange: Exchange, *, last: bool
+    ) -> tuple[Backward, torch.futures.Future[torch.Tensor]]:
+        """Start the exchange of a bucket that backward has not reached, with zeros. The round of a
+        step that it has not reached stays open until ``release``."""
+        if self._backward is None:
+            self._backward = Backward(self.step, counts=self.handover)
+            self._backward.hold()
+        backward, sequence = self._backward, self.channel.take(exchange.sequences)
+        future = backward.begin(mean, last=last)
+        steps = self._exchanged(mean, exchange, backward, sequence, late=True)
+        backward.submitted.append(self.channel.submit(steps, mean, waits=exchange.waits))
+        if last:
+            self.step, self._backward = self.step + 1, None
+        return backward, future
+
+    def release(self, backward: Backward) -> None:
+        """Let a round that ``answer`` began close."""
+        run(self._end(None, True, [], backward))
+
+    def compressible(self, bucket: dist.GradBucket) -> bool:
+        """True if codecs support these gradients."""
+        return self._plain.compressible(bucket)
+
+    def _begin_backward(self) -> None:
         """Begin a backward; drop what an aborted one has left."""
         before = self._backward
         self._backward = Backward(self.step, consensus=self.consensus, counts=self.handover)
@@ -500,24 +599,19 @@ class CompressedState(Stateful):
         if self.step < self._now.until:
             return
         try:
-            self._choose(device, aborted=before is not None)
+            self._choose(aborted=before is not None)
         except CommunicationError as error:
             self._backward.fail(error)
 
-    def _choose(self, device: torch.device, *, aborted: bool) -> None:
+    def _choose(self, *, aborted: bool) -> None:
         """Choose the codecs of this step; collective if they may change."""
-        rank, size = self.channel.rank, self.channel.size
-
-        def total(table: torch.Tensor) -> torch.Tensor:
-            table = table.to(device)
-            dist.all_reduce(table, group=self._plain.group)
-            return table.cpu()
+        channel = self.channel
 
         def add_residual(name: str, out: torch.Tensor) -> None:
-            self.residuals.add_to(name, out, rank, size)
+            self.residuals.add_to(name, out, channel.rank, channel.size)
 
-        peers = Peers(rank, size, total, add_residual, in_levels=self.channel.levels is not None)
-        was, self._now = self._now, self.choice.at(self.step, peers, aborted=aborted)
+        found = self.choice.at(self.step, Peers(channel, add_residual), aborted=aborted)
+        was, self._now = self._now, channel.run(found)
         if self._now.policy is not None:
             self.exchanges.use(self._now.policy)
         elif was.policy is not None:
@@ -567,15 +661,23 @@ class CompressedState(Stateful):
         return self._exchanged(buffer, exchange, backward, sequence), waits
 
     def _exchanged(
-        self, bucket: torch.Tensor, exchange: Exchange, round: Round, sequence: int
+        self,
+        bucket: torch.Tensor,
+        exchange: Exchange,
+        round: Round,
+        sequence: int,
+        *,
+        late: bool = False,
     ) -> Steps[None]:
-        """Average a bucket over the channel."""
+        """Average a bucket over the channel. ``late``: it stands for one that is not there."""
         workspace, buffer = self.channel.workspace, bucket
         if bucket.dtype != torch.float32:
             buffer = workspace.borrow(bucket.numel(), torch.float32, bucket.device).copy_(bucket)
+        paid = [] if late or not self.stragglers else [self.stragglers.pay(exchange.spans, buffer)]
         gain = 1.0 / self._scale.of(self.grad_scaler) if self.grad_scaler else 1.0
         first = not (self._told or self._now.exact)  # compressed step
-        measure = self.measure_every and (first or round.number % self.measure_every == 0)
+        every = 0 if late else self.measure_every
+        measure = every and (first or round.number % every == 0)
         own = buffer * gain if self._now.looks else None
         before = None
         if (measure or own is not None) and isinstance(exchange, Reduce):
@@ -596,7 +698,7 @@ class CompressedState(Stateful):
             seen = Seen(exchange.spans, own, before, outcomes, exchange.plans)
             self.choice.observe(round.number, seen)
         self.counters.bucket(bucket.numel(), exchange.messages, self.channel.size)
-        yield from self._end(bucket, finite, outcomes, round)
+        yield from self._end(bucket, finite, [*outcomes, *paid], round)
 
     def _averaged(
         self, bucket: torch.Tensor, begin: Callable[[], Work], round: Round
@@ -612,13 +714,15 @@ class CompressedState(Stateful):
         yield from self._end(bucket, finite, [], round)
 
     def _end(
-        self, bucket: torch.Tensor, finite: bool, outcomes: list[Outcome], round: Round
+        self, bucket: torch.Tensor | None, finite: bool, outcomes: Sequence[Settled], round: Round
     ) -> Steps[None]:
         """End a bucket whose means have arrived; the last one commits or discards the whole
         backward."""
         closed = yield from round.end(bucket, finite, outcomes)
         if not closed:
             return
+        if self.stragglers is not None:  # a state may be saved while a bucket is answered
+            self.residuals.settle()
         self.steps_done = round.number + 1
         if not round.finite:
             self._replace_nonfinite(round)
@@ -665,10 +769,25 @@ class CompressedState(Stateful):
     # ------------------------------------------------------------ state
 
     def schedule(self) -> dict[str, Any]:
-        return self.choice.saved()
+        owing = {} if self.stragglers is None else {OWING: list(map(list, self.numels().items()))}
+        return self.choice.saved() | owing
 
     def check(self, schedule: Mapping[str, Any]) -> None:
-        """Accept every schedule: a choice may continue from any other."""
+        """Accept every schedule, since a choice may continue from any other, but for gradients that
+        this object would not send."""
+        if self.stragglers is None and OWED in schedule and bool(schedule[OWED].any()):
+            raise StateMismatch(
+                "the state holds gradients that were late and are to follow: pass wait=, as in the "
+                "run that saved it"
+            )
+
+    def waiting(self) -> dict[str, torch.Tensor]:
+        """Return the gradients that were late and are to follow."""
+        return {} if self.stragglers is None else self.stragglers.waiting(self.numels())
+
+    def elastic_steps(self) -> Steps[dict[str, Any]]:
+        with nullcontext() if self.stragglers is None else self.stragglers.lock:
+            return (yield from super().elastic_steps())
 
     def passing(self) -> dict[str, Any]:
         return self.choice.state() | {"brought": list(self.names.brought)}
@@ -680,6 +799,8 @@ class CompressedState(Stateful):
         self.step = self.steps_done
         self.choice.load(schedule)
         self._now = self._now._replace(until=0)
+        if self.stragglers is not None:
+            self.stragglers.restart(schedule)
         if change is None:
             return
         self._backward = None

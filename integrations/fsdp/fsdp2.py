@@ -13,7 +13,7 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
 from commpress.alarm import NONE, WARN, Alarm, Peers, alarm_of
-from commpress.choice import PerLayer, choice_of
+from commpress.choice import PerLayer, check_layers, choice_of
 from commpress.codecs import Codec, Policy, codec_named, policy_of
 from commpress.codecs.exponents import ExponentCodec
 from commpress.codecs.family import EXACT
@@ -183,11 +183,12 @@ class ShardedState(Divided):
             agree_over = column_mesh(self.param_groups)
         self.consensus = consensus_over(agree_over, self.param_groups[0].group)
         self.alarm = alarm_of(alarm)
-        if layers is not None:
-            self._check_layers(layers)
+        apart = "groups of parameters on other ranks than the first, and it adds up errors over one"
+        size = self.param_groups[0].group.size()
+        check_layers(codec, size, self.consensus, apart if self._several_meshes else "")
         if self.alarm is not None:
             self._check_alarm(self.alarm, gradient_policy, two_hops=topology is not None)
-        self.choice = choice_of(codec, named, alarm=self.alarm)
+        self.choice = choice_of(codec, named, alarm=self.alarm, tries=False)
         self._now = self.choice.usual
         divided: set[tuple[int, ...]] = set()  # channels divided into two levels, for whole tensors
         for each in self.param_groups:
@@ -292,19 +293,6 @@ class ShardedState(Divided):
     def _several_meshes(self) -> bool:
         """True if groups of parameters are on other ranks than the first."""
         return len({tuple(dist.get_process_group_ranks(g.group)) for g in self.param_groups}) > 1
-
-    def _check_layers(self, wanted: PerLayer) -> None:
-        """Check that the ranks that choose are those that reduce, for all groups of parameters."""
-        beside = ""
-        if self._several_meshes:
-            beside = "groups of parameters on other ranks than the first"
-        elif self.consensus is not None:
-            beside = "ranks beyond the shards' that must agree"
-        if beside:
-            raise InvalidArgument(
-                f"codec is {wanted!r} with {beside}, but its errors add up over one set of ranks: "
-                f"name a codec, such as {wanted.uniform!r}"
-            )
 
     def _check_alarm(self, alarm: Alarm, gradients: Policy | None, *, two_hops: bool) -> None:
         """An alarm needs one exchange of rows, among ranks that are the same for all groups of
@@ -421,14 +409,7 @@ class ShardedState(Divided):
 
     def _choose(self) -> None:
         """Choose the codecs of a new step, on every rank at its first reduction. Residuals stay."""
-
-        def total(table: torch.Tensor) -> torch.Tensor:
-            table = table.to(self.device)
-            dist.all_reduce(table, group=self.param_groups[0].group)
-            return table.cpu()
-
-        group = self.param_groups[0].group
-        now = self.choice.at(self.step, Peers(group.rank(), group.size(), total)).policy
+        now = self.channel.run(self.choice.at(self.step, Peers(self.channel))).policy
         self.gradients.choice = self.choice.why or self.gradients.choice
         if now is not None and now != self._now:
             self._now = now

@@ -9,12 +9,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from commpress.alarm import Peers
+from commpress.choice import Now, PerLayer, Seen, check_layers, choice_of
 from commpress.codecs import Codec, Policy
 from commpress.collectives.allreduce import settle
 from commpress.collectives.buckets import Span
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel, Counters
-from commpress.collectives.exchange import Exchanges, Tensors
+from commpress.collectives.exchange import Exchange, Exchanges, Tensors
 from commpress.collectives.handover import Divided, Handover
 from commpress.collectives.state import Stateful
 from commpress.collectives.transports.factory import AgreeOver, consensus_over, on_reform
@@ -37,7 +39,8 @@ class ReplicatedState(Divided, Stateful):
     the ranks of a node, and the same again divided by the replicas.
 
     States fit other numbers of replicas, with the same shards. Other options as in
-    ``compress_fsdp``.
+    ``compress_fsdp``; with ``PerLayer`` the replicas of a shard choose together, for its part of
+    every layer.
 
     ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal and run backward
     together, if these are more than ``replicate``: with tensor parallelism the whole mesh. They
@@ -48,7 +51,7 @@ class ReplicatedState(Divided, Stateful):
         self,
         model: nn.Module,
         replicate: DeviceMesh | dist.ProcessGroup,
-        codec: str | Codec | Policy = "fp8",
+        codec: str | Codec | Policy | PerLayer = "fp8",
         *,
         min_numel: int = MIN_NUMEL,
         error_feedback: bool = True,
@@ -64,21 +67,31 @@ class ReplicatedState(Divided, Stateful):
                 f"agree_over is None, but tensor parallelism shards parameters, too, on {mesh}: "
                 "pass the whole mesh, including replicas, as in agree_over=mesh"
             )
-        policy = policy_for(model, codec, min_numel=min_numel)
-        self.counters = Counters()
-        self.channel = Channel.among(group)
-        self.handover = Handover(self.channel)
-        self.consensus = consensus_over(agree_over, group)
         whole = {
             name: p.numel()
             for each in param_groups
             for name, p in zip(each.names, each.parameters, strict=True)
         }
+
+        def named(codec: str | Codec | Policy) -> Policy:
+            return _OfWhole(policy_for(model, codec, min_numel=min_numel), whole)
+
+        self.choice = choice_of(codec, named, tries=False)
+        assert self.choice.usual is not None
+        self._now = Now(self.choice.usual)
+        self.counters = Counters()
+        self.channel = Channel.among(group)
+        self.handover = Handover(self.channel)
+        self.consensus = consensus_over(agree_over, group)
+        # replicas of other shards have other parameters
+        held = self.channel.size * param_groups[0].group.size()
+        check_layers(codec, held, self.consensus)
         self.exchanges = Exchanges(
-            _OfWhole(policy, whole),
+            self.choice.usual,
             self.channel.size,
             self.channel.workspace,
             feedback=error_feedback,
+            any_rank=isinstance(codec, PerLayer),
         )
         trained = [each for each in param_groups if any(p.requires_grad for p in each.parameters)]
         self.averages = [_Average(each, self) for each in trained]
@@ -94,14 +107,18 @@ class ReplicatedState(Divided, Stateful):
                 "leaves out parameters without one. Call "
                 "model.set_reduce_scatter_unused_params(True) (torch 2.13)"
             )
-        self.steps_done = max(self.steps_done, of.calls + 1)
+        if of.calls >= self.steps_done:
+            self._begin(of.calls)
         buffer = shard if shard.dtype == torch.float32 else shard.float()
-        exchange = of.exchange
+        own, exchange = buffer.clone() if self._now.looks else None, of.exchange
         outcomes = self.channel.run(
             exchange.steps(self.channel, buffer, self.channel.call(exchange.sequences, of.calls))
         )
         of.calls += 1
         finite = all(outcome.finite for outcome in outcomes)
+        if finite and own is not None:
+            seen = Seen(exchange.spans, own, None, outcomes, exchange.plans)
+            self.choice.observe(of.calls - 1, seen)
         if self.consensus is not None:
             finite = self.channel.run(self.consensus.agreed(finite))
         settle(outcomes, taken=finite)
@@ -116,8 +133,24 @@ class ReplicatedState(Divided, Stateful):
         self.counters.steps, self.counters.wire_bytes = self.steps_done, self.channel.sent_bytes
         self.counters.wire_seconds = self.channel.waited
 
+    def _begin(self, step: int) -> None:
+        """Choose the codecs of a new step, on every replica at its first average."""
+        self.steps_done = step + 1
+        if self.channel.size > 1:
+            self._now = self.channel.run(self.choice.at(step, Peers(self.channel)))
+            assert self._now.policy is not None
+            self.exchanges.use(self._now.policy)
+            self.counters.choice = self.choice.why or self.counters.choice
+
+    def schedule(self) -> dict[str, Any]:
+        return self.choice.saved()
+
+    def check(self, schedule: Mapping[str, Any]) -> None:
+        """Accept every schedule: a choice may continue from any other."""
+
     def follow(self, schedule: Mapping[str, Any], change: Change | None = None) -> None:
-        """Continue the count of rounds, by which codecs draw."""
+        """Continue the count of rounds, by which codecs draw, and the choice."""
+        self.choice.load(schedule)
         for average in self.averages:
             average.calls = self.steps_done
 
@@ -136,9 +169,12 @@ class _Average:
     def __init__(self, param_group: ParamGroup, owner: ReplicatedState) -> None:
         self.param_group, self.owner, self.calls = param_group, owner, 0
         self.numel = sum(part.width for part in param_group.parts(trainable=True))
-        self.exchange = owner.exchanges.of(
-            param_group.names, self.tensors, param_group.parameters[0].device
-        )
+
+    @property
+    def exchange(self) -> Exchange:
+        group = self.param_group
+        device = group.parameters[0].device
+        return self.owner.exchanges.of(tuple(group.names), self.tensors, device)
 
     def tensors(self) -> Tensors:
         """Return this rank's shard of every parameter that has one."""

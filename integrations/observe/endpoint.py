@@ -42,6 +42,7 @@ HELP = {
     "wire_bytes": "Bytes this rank sent.",
     "between_bytes": "Bytes that left the node, counted with a topology.",
     "skipped_steps": "Steps skipped because gradients were not finite.",
+    "late_steps": "Steps for which this rank was late, with wait=.",
     "encode_seconds": "Seconds in kernels that encode.",
     "wire_seconds": "Seconds spent waiting for peers in the background.",
     "decode_seconds": "Seconds in kernels that decode.",

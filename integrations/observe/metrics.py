@@ -65,6 +65,7 @@ class StepMetrics:
     wire_bytes: int = 0
     between_bytes: int = 0
     skipped_steps: int = 0
+    late_steps: int = 0
     encode_seconds: float = 0.0
     wire_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -136,7 +137,7 @@ NO_SCALARS = (
     "imbalance",
 )
 Sink = Callable[[StepMetrics], object]
-TOTALS = tuple(StepMetrics.__dataclass_fields__)[3:28]  # logical_bytes … alarms
+TOTALS = tuple(StepMetrics.__dataclass_fields__)[3:29]  # logical_bytes … alarms
 
 
 class Metrics:
@@ -260,6 +261,7 @@ class Metrics:
                     "wire_bytes",
                     "between_bytes",
                     "skipped_steps",
+                    "late_steps",
                     "wire_seconds",
                 ):
                     totals[name] += getattr(counters, name, 0)

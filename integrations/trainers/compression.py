@@ -61,6 +61,7 @@ class CompressionOptions(TypedDict, total=False):
     regather: bool
     overlap: bool
     alarm: Alarm | str | None
+    wait: float | Literal["auto"] | None
 
 
 SHARDED, REPLICATED = "FSDP2", "DistributedDataParallel"

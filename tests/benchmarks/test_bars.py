@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import codec as bench_codec
 import exposed
+import late_rank
 import loss as bench_loss
 import plan as bench_plan
 import simulate as bench_simulate
@@ -24,6 +25,14 @@ def test_a_plan_is_at_most_a_tenth_slower_than_the_fastest():
     assert bench_plan.judge(rows)[0][1]
     rows.append(bench_plan.Row("int8", seconds=0.45, predicted_seconds=0.7))
     assert not bench_plan.judge(rows)[0][1]
+
+
+def test_a_late_rank_holds_nobody_up():
+    every = late_rank.Measured("for all", 0.3, 0.6, 0.6, 9, 0, 2.0)
+    bounded = late_rank.Measured("auto", 0.3, 0.38, 0.4, 9, 30, 2.01)
+    assert holding(late_rank.judge([every, bounded])) == [True, True]
+    slower = replace(bounded, p99=0.4, loss=2.03)
+    assert holding(late_rank.judge([every, slower])) == [False, False]
 
 
 def test_simulated_calls_are_near_the_measured_ones():

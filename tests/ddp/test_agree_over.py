@@ -228,11 +228,14 @@ def refusals():
         nn.Linear(4, 4),
         mesh=init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "shard", "tp"))["shard"],
     )
+    layers = commpress.PerLayer("int4")
     calls = {
         "type": lambda: commpress.compress(ddp, agree_over="tp"),
         "ranks": lambda: commpress.compress(ddp, agree_over=mesh["tp"]),
         "replicas": lambda: commpress.compress_hsdp(cut, group, agree_over=mesh["tp"]),
         "auto": lambda: commpress.compress(ddp, "auto", agree_over=mesh),
+        "layers": lambda: commpress.compress(ddp, layers, agree_over=mesh),
+        "shards": lambda: commpress.compress_hsdp(cut, group, layers, agree_over=mesh),
         "freeze": lambda: commpress.OneBitAdam(weights, process_group=group, agree_over=mesh),
         "norm": lambda: onebit(weights, process_group=group, agree_over=mesh, max_grad_norm=1.0),
     }
@@ -245,5 +248,7 @@ def test_what_cannot_be_agreed_on_is_refused_on_all_ranks(pool):
         for name in ("ranks", "replicas"):
             assert "but gradients are exchanged with ranks" in said[name]
         assert "codec is 'auto'" in said["auto"]
+        for name in ("layers", "shards"):
+            assert "agree_over, and it adds up errors over the ranks that average" in said[name]
         assert "Pass a number of steps" in said["freeze"]
         assert "Leave max_grad_norm out" in said["norm"]

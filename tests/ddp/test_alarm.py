@@ -226,7 +226,7 @@ def test_residuals_that_have_grown_sound_it_on_all_ranks_alike(pool, kind, then,
     assert ways[24:32] == [name] * 8, "two looks"
     assert plain == (ways.count("none") if then == "none" else 0)
     assert (sent[24] > 1.3 * sent[23]) == (then != "warn"), "bytes of the other codec"
-    assert sent[32] == sent[23]
+    assert sent[33] == sent[23], "no look of the ranks, whose bytes count too"
 
 
 def _owed_in_a_pause():

@@ -31,9 +31,13 @@ OPTIMIZERS = {
     "ShardedOneBitAdam": (commpress.ShardedOneBitAdam, EXACT),
     "ShardedZeroOneAdam": (commpress.ShardedZeroOneAdam, {"variance_updates": 4}),
 }
-WHOLE = {  # codecs of whole tensors
-    f"{name}-powersgd-4": (OPTIMIZERS[name][0], OPTIMIZERS[name][1] | {"codec": "powersgd-4"})
+WHOLE = {  # codecs of whole tensors, of one rank or of a rank for every matrix
+    f"{name}-{kind}": (OPTIMIZERS[name][0], OPTIMIZERS[name][1] | {"codec": codec})
     for name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+    for kind, codec in {
+        "powersgd-4": "powersgd-4",
+        "ranks": commpress.PerLayer("powersgd-4+fp8", 4),
+    }.items()
 }
 LAMBS = {name for name in (*OPTIMIZERS, *WHOLE) if "Lamb" in name}
 
@@ -116,8 +120,9 @@ OFTEN = [
     ("ZeroOneAdam", "bert"),
     ("ZeroOneAdam-every", "opt"),
     ("OneBitLamb-powersgd-4", "gpt2"),
+    ("OneBitAdam-ranks", "gpt2"),
 ]
-OTHERS = [*product(OPTIMIZERS, MODELS), *product(WHOLE, ("gpt2", "bert"))]
+OTHERS = [*product(OPTIMIZERS, MODELS), *product(WHOLE, ("gpt2", "bert", "llama"))]
 
 
 @pytest.mark.parametrize(
@@ -154,6 +159,9 @@ def test_no_weight_jumps_and_none_stands_still(optimizer, name):
                 )
         if all(torch.equal(p, parameters[1][key]) for key, p in parameters[0].items()):
             anchor, allowed = {key: p.detach().clone() for key, p in parameters[0].items()}, 0.0
+    chosen = [o.choice.state().get("rules", {}) for o in optimizers]
+    assert all(rules == chosen[0] for rules in chosen)
+    assert len(set(chosen[0].values())) > 1 or "ranks" not in optimizer, "matrices differ"
     assert allowed == 0.0 or "ZeroOne" in optimizer, "the ranks' weights differ"
     still = {key: int((moved[key] & ~stirred[key]).sum()) for key in start}
     assert not any(still.values()), {key: count for key, count in still.items() if count}

@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "commpress.schedules": (*MEANING, "commpress.kernels", *LEAVES),
     "commpress.collectives": (*MEANING, "commpress.kernels", *LEAVES),
     "commpress.tiered_mem": LEAVES,
-    "commpress.optim": ("commpress.tiered_mem", *USES, *BELOW_USES),
+    "commpress.optim": ("commpress.tiered_mem", *CHOICE, *USES, *BELOW_USES),
     "commpress.plan": (*USES, *BELOW_USES),
     "commpress.alarm": BELOW_USES,
     "commpress.choice": ("commpress.alarm", "commpress.plan", *BELOW_USES),

@@ -406,11 +406,11 @@ def shards(
     return RealKind(of, make, (3,), refuses=refuses, size=size)
 
 
-def hybrid(codec: Any) -> RealKind:
+def hybrid(codec: Any, ats: Any = (3,)) -> RealKind:
     def make(model: nn.Module, mesh: Any) -> Any:
         return commpress.compress_hsdp(model, mesh, codec, min_numel=1)
 
-    return HybridKind(Hybrid, make, (3,))
+    return HybridKind(Hybrid, make, ats)
 
 
 # ---------------------------------------------------------------- ZeRO
@@ -509,6 +509,8 @@ REAL = {
     "FSDP2, codecs of layers": shards(commpress.PerLayer("int4", 2)),
     "FSDP2, ranks of layers": shards(commpress.PerLayer("powersgd-3+fp8", 2)),
     "HSDP": hybrid("int4"),
+    # also after a look, before the choice
+    "HSDP, ranks of layers": hybrid(commpress.PerLayer("powersgd-2+fp8", 2), (3, 4)),
     "Partitioned": zero(),
     "Partitioned, int8": zero(Coded, codec="int8", weights="int8"),
     "Partitioned, matrices": zero(Coded, codec="powersgd-2"),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import commpress
+from commpress.choice import PerLayer
 from commpress.codecs import SignCodec
 from commpress.collectives.channel import Channel
 from commpress.collectives.transports.loopback import Loopback, simulate
@@ -491,6 +492,7 @@ class Optimizer(Rank):
         found = {
             "steps": self.owner.steps_done,
             "frozen": [states.frozen.tolist(), states.frozen_at.tolist()],
+            "chosen": self.owner.choice.state(),
         }
         return found | self.owner.quantized.choices() | self.moments()
 
@@ -668,6 +670,9 @@ KINDS = {
     "clipped": optimizer("OneBitAdam", exact_codec="int8", max_grad_norm=1.0),
     "matrices": optimizer("OneBitAdam", codec="powersgd-2"),
     "matrices, 0/1": optimizer("ZeroOneAdam", ats=(6,), codec="powersgd-2"),
+    "ranks of layers": optimizer("OneBitAdam", ats=(5, 6), codec=PerLayer("powersgd-2+fp8", 2)),
+    "ranks of layers, 0/1": optimizer("ZeroOneAdam", ats=(8, 9), codec=PerLayer("powersgd-2", 2)),
+    "codecs of layers": optimizer("OneBitLamb", ats=(5, 6), codec=PerLayer("int4", 2)),
     "1-bit LAMB": optimizer("OneBitLamb"),
     "loud 1-bit Adam": optimizer("OneBitAdam", Loud, (8, 12), dies=(9,)),
     "loud LAMB": optimizer("OneBitLamb", Loud, (8, 12), rates="frozen", dies=(9,)),
