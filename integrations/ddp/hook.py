@@ -140,13 +140,13 @@ def compress(
     (``integrations.ddp.mesh.MeshStates``). See ``docs/meshes.md``.
     """
     if mesh is not None or dims is not None:
-        from commpress.integrations.ddp.mesh import compress_mesh  # it imports this file
-
         if plan is not None:
             raise InvalidArgument(
                 "plan and mesh are both given: of a mesh name the codecs in dims="
             )
         check_wait(options.get("wait"), {"mesh is given: compress each dimension by itself": True})
+        from commpress.integrations.ddp.mesh import compress_mesh  # it imports this file
+
         given = {"min_numel": min_numel, "exclude": exclude} | (
             {} if topology == "auto" else {"topology": topology}
         )
