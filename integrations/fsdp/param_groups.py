@@ -48,7 +48,13 @@ class ParamGroup:
     @property
     def gathered_dtype(self) -> torch.dtype:
         """Dtype of its parameters in forward and backward."""
-        dtype: torch.dtype = self.inner.mp_policy.param_dtype or self.parameters[0].dtype
+        first, *others = {p.mp_policy.param_dtype for p in self.inner.fsdp_params}
+        if others:
+            raise InvalidArgument(
+                f"{self.name} is computed in several dtypes, by param_dtype_override_fn of its "
+                "MixedPrecisionPolicy: apply fully_shard to modules of one dtype each"
+            )
+        dtype: torch.dtype = first or self.parameters[0].dtype
         return dtype
 
     @property

@@ -164,3 +164,21 @@ def refuse(arguments) -> str:
     with pytest.raises(InvalidArgument) as raised:
         commpress.compress_fsdp(model, **arguments)
     return str(raised.value)
+
+
+def mix() -> str:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    exact = {"param_dtype_override_fn": lambda p: torch.float32 if p.dim() == 1 else None}
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, **exact))
+    with pytest.raises(InvalidArgument) as raised:
+        commpress.compress_fsdp(model, weights="exact")
+    return str(raised.value)
+
+
+@pytest.mark.skipif(
+    not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"),
+    reason="policies have one dtype for all parameters before torch 2.15",
+)
+def test_parameters_of_several_dtypes_in_one_gather_are_refused(pool):
+    (raised,) = pool.run(mix, size=1)
+    assert "in several dtypes" in raised

@@ -409,7 +409,8 @@ def live():
     gc.collect()
     storages = {}
     for each in gc.get_objects():
-        if isinstance(each, torch.Tensor) and type(each) in (torch.Tensor, torch.nn.Parameter):
+        own = isinstance(each, torch.Tensor) and type(each) in (torch.Tensor, torch.nn.Parameter)
+        if own and each.layout is torch.strided:
             storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
     return sum(storages.values())
 
