@@ -227,7 +227,7 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
 
     - ``exact_steps``: the number of exact steps (15 to 25 % of a run is usual), "auto" (default):
       until the variance is stable, or a ``schedules.Freeze``.
-    - ``codec``: of momentum. ``PerLayer`` chooses one for every layer again and again, unless state
+    - ``codec``: the codec of momentum. ``PerLayer`` chooses one for every layer anew, unless state
       is sharded.
     - ``min_numel``: tensors of fewer elements travel exactly.
     - ``spiky_codec``: for gradients of tensors whose variance does not freeze, because it is
