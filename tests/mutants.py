@@ -2023,6 +2023,27 @@ MUTANTS = [
         "tests/zero/test_sweep.py -k second_backward",
     ),
     Mutant(
+        "updates in backward wait for the disk, each for its own writes",
+        "integrations/zero/backward_updates.py",
+        "        self._settle(LEAVING)",
+        "        self._settle(0)",
+        "tests/zero/test_sweep.py -k go_on_while_others_are_written",
+    ),
+    Mutant(
+        "what was asked for in advance and was in memory already leaves before its use",
+        "tiered_mem/access.py",
+        "block.prefetched = r.host.capacity\n                        continue",
+        "continue",
+        "tests/store/test_store_budgets.py -k asked_for_in_advance",
+    ),
+    Mutant(
+        "what was asked for in advance stays for ever",
+        "tiered_mem/residency.py",
+        "                    each.prefetched = max(each.prefetched - block.size, 0)",
+        "                    pass",
+        "tests/store/test_store_budgets.py -k asked_for_in_advance",
+    ),
+    Mutant(
         "what another thread uses is evicted or refused",
         "tiered_mem/access.py",
         "            blocks = [block for block in blocks if not block.used]",

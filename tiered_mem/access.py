@@ -120,7 +120,7 @@ class Access:
             else:
                 use.readers[who] += 1
             block.pinned = block.pinned or pin
-            block.leaving = block.prefetched = False
+            block.leaving, block.prefetched = False, 0
             block.borrows += 1
             self._residency.touch(block)
             self._residency.schedule.access(block.number, block.size)
@@ -267,13 +267,16 @@ class Access:
         with self._catalog.changed:
             try:
                 for block, borrows in wanted.items():
-                    stays = block.slot or block.moving or block.damage or self.background.closed
+                    stays = block.damage or self.background.closed
                     if stays or not block.entries or block.borrows != borrows:
+                        continue
+                    if block.slot or block.moving:
+                        block.prefetched = r.host.capacity
                         continue
                     if not r.bring(block, r.host, caller(), before=before):
                         break
                     if block.moving:
-                        block.prefetched = True
+                        block.prefetched = r.host.capacity
                         self.counters.prefetched += 1
                         begun.append(block.moving)
             except BaseException as error:

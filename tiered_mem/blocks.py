@@ -103,7 +103,8 @@ class Block:
     leaving: bool = False  # free the memory as soon as it is clean and unused
     frozen: bool = False  # a commit still needs the present bytes
     pinned: bool = False
-    prefetched: bool = False  # read in advance and not used since
+    # asked for in advance and not used since: bytes that leave before it, if there are as many
+    prefetched: int = 0
     failure: BaseException | None = None  # of the last write
     damage: Damaged | None = None  # of the bytes on disk
     # uses of the bytes on the device, in any stream, that may be running

@@ -4,6 +4,7 @@ Methods here need the store's lock (``Catalog.changed``), which is never held wh
 """
 
 import threading
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from time import perf_counter
@@ -94,11 +95,26 @@ class Residency:
             b for b in self.resident[arena] if not (b.used or b.moving or b.pinned or b.leaving)
         )  # oldest use first
         if not self.schedule.planned:
-            return next((b for b in able if before is None or not b.prefetched), None)
+            return self._oldest(able, passing=before is None)
         victim = max(able, key=lambda b: self.schedule.next_use(b.number), default=None)
         if victim and before is not None and self.schedule.next_use(victim.number) <= before:
             return None
         return victim
+
+    def _oldest(self, able: Iterable[Block], *, passing: bool) -> Block | None:
+        """Return the first block not asked for in advance; without one, if ``passing``, the first.
+
+        What was asked for in advance is passed over until as many bytes as the tier has have left
+        instead, so that it does not stay if nobody uses it.
+        """
+        passed: list[Block] = []
+        for block in able:
+            if not block.prefetched:
+                for each in passed:
+                    each.prefetched = max(each.prefetched - block.size, 0)
+                return block
+            passed.append(block)
+        return passed[0] if passing and passed else None
 
     def _refuse_if_stuck(self, arena: Arena, nbytes: int, who: object) -> None:
         """Raise ``OverBudget`` if all borrowers of a full tier wait for room themselves, because
@@ -136,7 +152,7 @@ class Residency:
             del self.resident[block.arena][block]
             block.arena.give(block.slot)
         block.arena = block.slot = None
-        block.leaving = block.prefetched = False
+        block.leaving, block.prefetched = False, 0
         block.capacity = 0
         self.changed.notify_all()
 

@@ -286,8 +286,9 @@ class TieredStore:
     # ---------------------------------------------------------------- moving between tiers
 
     def prefetch(self, names: str | Iterable[str]) -> Pending[int]:
-        """Begin to read tensors into host memory; the result is the number of blocks read. This is
-        a hint, ignored if everything in memory is in use."""
+        """Begin to read tensors into host memory, where they stay until their first use, or until
+        as many bytes as it has were evicted instead; the result is the number of blocks read. This
+        is a hint, ignored if everything in memory is in use."""
         return self._access.prefetch(names)
 
     def evict(self, names: str | Iterable[str]) -> Pending[None]:

@@ -11,25 +11,29 @@ from typing import NoReturn
 
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.update_chunk import AHEAD, UpdateChunk
+from commpress.tiered_mem.blocks import Pending
 
-WAITING = 2  # chunks whose update has not ended; then backward waits
+LEAVING = 2  # updated chunks that are being written; then updates wait
 
 
 class BackwardUpdates:
     """A thread that updates chunks one after the other.
 
     ``start`` is called before the first of a step; ``update(chunk, later)`` gets those that will
-    follow if this step is like the last one.
+    follow if this step is like the last one, and returns the writes that it has begun. Backward
+    waits while more than ``waiting`` chunks have not been updated.
     """
 
     def __init__(
         self,
         start: Callable[[], None],
-        update: Callable[[UpdateChunk, Sequence[UpdateChunk]], None],
+        update: Callable[[UpdateChunk, Sequence[UpdateChunk]], list[Pending[None]]],
+        waiting: int,
     ) -> None:
-        self._start, self._update = start, update
+        self._start, self._update, self._waiting = start, update, waiting
         self._thread = ThreadPoolExecutor(1, "update")
         self._running: deque[Future[None]] = deque()
+        self._leaving: deque[list[Pending[None]]] = deque()  # writes of updated chunks
         self._chunks: list[UpdateChunk] = []  # of this step
         self._before: list[UpdateChunk] = []  # of the last one
         self._error: BaseException | None = None
@@ -61,11 +65,22 @@ class BackwardUpdates:
         later = (
             self._before[at + 1 : at + 1 + AHEAD] if self._before[at : at + 1] == [chunk] else []
         )
-        self._running.append(self._thread.submit(self._update, chunk, later))
-        self._wait_for(WAITING)
+        self._running.append(self._thread.submit(self._run, chunk, later))
+        self._wait_for(self._waiting)
+
+    def _run(self, chunk: UpdateChunk, later: Sequence[UpdateChunk]) -> None:
+        self._leaving.append(self._update(chunk, later))
+        self._settle(LEAVING)
+
+    def _settle(self, left: int) -> None:
+        while len(self._leaving) > left:
+            for pending in self._leaving.popleft():
+                pending.wait()
 
     def wait(self) -> None:
         """Wait for all updates; raise the error of one, each time."""
+        if self._running or self._leaving:
+            self._running.append(self._thread.submit(self._settle, 0))
         self._wait_for(0)
 
     def _wait_for(self, left: int) -> None:

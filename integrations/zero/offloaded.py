@@ -46,6 +46,8 @@ from commpress.work import Handed
 
 # chunks in memory besides the resident ones: one is updated, others are read, two are written
 UNDER_WAY = AHEAD + 3
+# of the memory that resident chunks leave: gradients whose update in backward has not ended
+GRADIENTS = 0.25
 TIERS = ("device", "host", "disk")
 # options of a state in a store, for any optimizer
 OF_STORE = ("prefix", "chunk_mb", "commit_every", "resident", "moments")
@@ -178,7 +180,9 @@ class Offloaded(StoredOptimizer):
         self._streams = gradients in ("store", "backward") or self.streamed is not None
         self._versions: dict[int, int] = {}
         self._running: Sweep | None = None  # an update behind which the next forward runs
-        self._choose_tiers(budgets)
+        passing = self._choose_tiers(budgets)
+        largest = max(padded(4 * chunk.numel) for chunk in self.chunks)
+        waiting = max(int(GRADIENTS * passing) // largest, 1)
         self._pins, self.meter = "host" in budgets, Meter()
         self._disk = any(chunk.passes for chunk in self.chunks)  # the disk is used during a step
         self._gradients = (
@@ -187,7 +191,9 @@ class Offloaded(StoredOptimizer):
             else ParameterGradients(store, self.chunks)
         )
         self._early = (
-            BackwardUpdates(self._start, self._update_early) if gradients == "backward" else None
+            BackwardUpdates(self._start, self._update_early, waiting)
+            if gradients == "backward"
+            else None
         )
         with torch.no_grad():
             if self._meta in store:
@@ -227,8 +233,9 @@ class Offloaded(StoredOptimizer):
                 "use an element-wise one, such as AdamW, or torch.optim.Muon"
             )
 
-    def _choose_tiers(self, budgets: Mapping[str, int]) -> None:
-        """Assign the first chunks to the device and the next to host memory, within the budgets.
+    def _choose_tiers(self, budgets: Mapping[str, int]) -> int:
+        """Assign the first chunks to the device and the next to host memory, within the budgets;
+        return the bytes of host memory that they leave to others.
 
         They stay there: otherwise a sweep over all chunks would evict each just before it is
         needed.
@@ -262,6 +269,8 @@ class Offloaded(StoredOptimizer):
                     chunk.tier = tier
                     break
                 room[tier] = 0
+        held = sum(self._needed(chunk) for chunk in self.chunks if chunk.tier == "host")
+        return usage.host_capacity - held
 
     # ------------------------------------------------------------ weights for local updates
 
@@ -380,13 +389,14 @@ class Offloaded(StoredOptimizer):
         return True
 
     @torch.no_grad()
-    def _update_early(self, chunk: UpdateChunk, later: Sequence[UpdateChunk]) -> None:
+    def _update_early(
+        self, chunk: UpdateChunk, later: Sequence[UpdateChunk]
+    ) -> list[Pending[None]]:
         for one in later:
             self.store.prefetch(one.names())
         self._update(chunk, None, set())
         self._gradients.forget(chunk)
-        for pending in self._leave(chunk, stays=True):
-            pending.wait()
+        return self._leave(chunk, stays=True)
 
     def _update_all(self, factor: torch.Tensor | None, chunks: Sequence[UpdateChunk]) -> None:
         """Update chunks, those of streamed parameters in a thread if it is of use: then the next

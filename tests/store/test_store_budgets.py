@@ -46,6 +46,33 @@ def test_resident_memory_stays_near_the_budget(tmp_path):
     assert 0.5 < found["ratio"] <= 1.15
 
 
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_what_was_asked_for_in_advance_stays_until_its_use(store, where):
+    """What is used meanwhile leaves instead, whether it had to be read or was in memory."""
+    for i in range(6):
+        store.put(f"t{i}", torch.full((60_000,), float(i)))
+    store.evict(list(store)).wait()
+    if where == "memory":
+        read(store, "t0")
+    store.prefetch("t0").wait()
+    for i in [1, 2, 3, 4, 5]:
+        read(store, f"t{i}")
+    assert store.info("t0").tier == "host"
+    misses = store.counters.misses
+    assert torch.equal(read(store, "t0"), torch.zeros(60_000))
+    assert store.counters.misses == misses
+
+
+def test_what_was_asked_for_in_advance_and_not_used_leaves(store):
+    for i in range(6):
+        store.put(f"t{i}", torch.ones(60_000))
+    store.evict(list(store)).wait()
+    store.prefetch("t0").wait()
+    for i in [1, 2, 3, 4, 5] * 6:
+        read(store, f"t{i}")
+    assert store.info("t0").tier == "disk"
+
+
 def test_borrowing_more_than_fits_says_so_instead_of_hanging(store):
     for i in range(4):
         store.put(f"t{i}", torch.ones(100_000))

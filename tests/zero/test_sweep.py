@@ -1,5 +1,6 @@
 """The update of a streamed model runs behind the next forward, and gives the same bits."""
 
+import queue
 import threading
 import time
 from contextlib import contextmanager
@@ -9,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 import commpress
-from commpress.errors import InvalidArgument
+from commpress.errors import InvalidArgument, StorageError
+from commpress.integrations.zero.backward_updates import BackwardUpdates
 from commpress.integrations.zero.sweep import Sweep
+from commpress.tiered_mem import Pending
 from small_store import open_store
 from state_worlds import apart
 from stream_twin import OPTIONS, Twins, loss_of, made, offloaded, untied
@@ -209,6 +212,35 @@ def test_a_rate_in_a_tensor_is_that_of_its_step(store):
     pair.check()
 
 
+def test_updates_in_backward_go_on_while_others_are_written():
+    """Two chunks may be on their way to the disk; a failed write is raised each time."""
+    writes = [Pending() for _ in range(4)]
+    begun = queue.SimpleQueue()
+
+    def update(number, later):
+        begun.put(number)
+        return [writes[number]]
+
+    updates = BackwardUpdates(lambda: None, update, 4)
+    for number in range(4):
+        updates.add(number)
+    try:
+        assert [begun.get(timeout=10) for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(queue.Empty):
+            begun.get(timeout=0.1)
+        for pending in writes[:3]:
+            pending.finish(None)
+        assert begun.get(timeout=10) == 3
+        writes[3].fail(StorageError("the disk is gone"))
+        for _ in range(2):
+            with pytest.raises(StorageError, match="gone"):
+                updates.wait()
+    finally:
+        for pending in writes:
+            pending.finish(None)
+        updates.close()
+
+
 def test_who_has_borrowed_what_the_update_waits_for_is_told(store):
     pair, gate = stepped(store)
     with store.borrow(sorted(gate.names)[0], write=False):
@@ -303,7 +335,7 @@ def test_updates_in_backward_equal_those_of_step(store):
         early.append((chunk, len(later))),
         time.sleep(0.002),  # so that step finds some of them running
         run(chunk, later),
-    )
+    )[-1]
     for step in range(5):
         for group in (*optimizer.param_groups, *twin.param_groups):
             group["lr"] = OPTIONS["lr"] * 0.9**step
