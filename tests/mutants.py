@@ -286,7 +286,7 @@ MUTANTS = [
         "collectives/allreduce.py",
         ("    if outcome.finite:\n        outcome.commit()"),
         "    outcome.commit()",
-        "tests/collectives/test_allreduce.py",
+        "tests/codecs/test_codec_family.py -k telescoping",
     ),
     Mutant(
         "both directions draw the same noise",
@@ -335,7 +335,7 @@ MUTANTS = [
         "commpress/optim/muon.py",
         "taken = all(outcome.finite for outcome in outcomes)",
         "taken = True",
-        "tests/optim/test_muon.py",
+        "tests/state/test_laws.py -k finite",
     ),
     Mutant(
         "a matrix without a gradient anywhere takes a step",
@@ -1915,14 +1915,14 @@ MUTANTS = [
         "integrations/zero/gradients.py",
         "        if self._stage == 1 or i not in self._arrived[b]:",
         "        if True:",
-        "tests/zero/test_vertical.py -k no_part",
+        "tests/zero/test_vertical.py -k over_ranks",
     ),
     Mutant(
         "a gradient that comes after its bucket stays behind",
         "integrations/zero/gradients.py",
         "        if self._again:\n            super().finish()",
         "        if self._again:\n            pass",
-        "tests/zero/test_vertical.py -k no_part",
+        "tests/zero/test_vertical.py -k over_ranks",
     ),
     Mutant(
         "sums of half precision are rounded each time",
@@ -1999,7 +1999,7 @@ MUTANTS = [
         "integrations/zero/offloaded.py",
         "        running.finish()\n        if",
         "        self._running = None\n        running.finish()\n        if",
-        "tests/zero/test_sweep.py -k half_an_update",
+        "tests/zero/test_sweep.py -k error_of_the_update",
     ),
     Mutant(
         "a block waits for its newest update alone",

@@ -1,7 +1,6 @@
 """Codecs of users in plain torch: under every integration that takes a codec, with feedback and
 real bytes."""
 
-from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -13,11 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 import my_codec
-from commpress.collectives.allreduce import compressed_allreduce
-from commpress.collectives.transports.loopback import Loopback, simulate
-from commpress.collectives.transports.mpi import MpiTransport
 from commpress.errors import InvalidArgument
-from commpress.work import run
 
 NAME = "two-bits"
 
@@ -104,23 +99,6 @@ def test_all_to_all(pool):
     for rank, (error, spoilt) in enumerate(pool.run(exchanged)):
         assert 0 < error < 0.8
         assert any(spoilt) == (rank == 0), "a NaN spoils the block that it is in, and no other"
-
-
-def reduced(comm):
-    transport = MpiTransport(comm, timeout=timedelta(seconds=60))
-    buffer = torch.arange(1000.0).roll(comm.rank)
-    finite = run(compressed_allreduce(buffer, codec=NAME, transport=transport))
-    transport.close()
-    return finite, buffer
-
-
-def test_over_mpi(job):
-    buffers = [torch.arange(1000.0).roll(rank) for rank in range(3)]
-    jobs = zip(buffers, Loopback(3).transports(), strict=True)
-    simulate([compressed_allreduce(b, codec=NAME, transport=t) for b, t in jobs])
-    for finite, buffer in job.run(reduced, size=3):
-        assert finite
-        assert torch.equal(buffer, buffers[0])
 
 
 class Broken(my_codec.TwoBits):

@@ -56,7 +56,7 @@ class Group:
 
     def total_residual(self) -> np.ndarray:
         """R = mean of the sent residuals + the reduced ones, side by side; float64."""
-        if self.codec.lossless:
+        if not self.message.pieces.residual_numel:
             return np.zeros(self.numel)
         for feedback in self.feedbacks:
             feedback.settle(self.message.pieces)
@@ -108,6 +108,7 @@ def check_a_bad_number(group, bad, wheres):
     again = group.reduce(xs)
     assert all(group.finite)
     assert torch.isfinite(again[0]).all()
+    assert all(torch.equal(again[0], each) for each in again)
 
 
 @pytest.mark.parametrize(
@@ -180,12 +181,6 @@ def test_exact_codec_is_the_mean_in_rank_order():
     xs = gradients(3, 999, 2)
     for result in Group(3, 999, "none").reduce(xs):
         assert torch.equal(result, ((xs[0] + xs[1]) + xs[2]) / 3)
-
-
-@pytest.mark.parametrize("codec", NAMES)
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_one_bad_number_is_seen_by_all_and_poisons_nothing(codec, bad):
-    check_a_bad_number(Group(4, 1000, codec), bad, [777])
 
 
 class Tapped(InFront):

@@ -16,7 +16,7 @@ def clipping(optimizer):
     return optimizer
 
 
-STEPS = 6
+STEPS = 4
 MAKERS = {
     "OneBitAdam": lambda p, _: commpress.OneBitAdam(p, lr=0.01, exact_steps=2),
     "ZeroOneAdam": lambda p, _: commpress.ZeroOneAdam(p, lr=0.01),

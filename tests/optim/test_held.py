@@ -2,6 +2,7 @@
 rank, or refuse them."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -16,26 +17,19 @@ SHAPES = ((40, 20), (7,), (3, 10))  # the last one is of experts
 FROZEN = 8  # steps of warm-up; the expert's first gradient comes later
 SIZE = 3
 
+OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "exact_steps": FROZEN}
 OPTIMIZERS = {
-    "onebit": lambda p, t, **o: commpress.OneBitAdam(
-        p, lr=1e-2, weight_decay=0.1, exact_steps=FROZEN, transport=t, **o
-    ),
-    "zero_one": lambda p, t, **o: commpress.ZeroOneAdam(
-        p, lr=1e-2, weight_decay=0.1, sync=4, exact_steps=FROZEN, transport=t, **o
-    ),
-    "sharded": lambda p, t, **o: commpress.ShardedOneBitAdam(
-        p, lr=1e-2, weight_decay=0.1, exact_steps=FROZEN, transport=t, **o
-    ),
-    "sharded_zero_one": lambda p, t, **o: commpress.ShardedZeroOneAdam(
-        p, lr=1e-2, weight_decay=0.1, sync=4, exact_steps=FROZEN, transport=t, **o
-    ),
+    "onebit": partial(commpress.OneBitAdam, **OPTIONS),
+    "zero_one": partial(commpress.ZeroOneAdam, **OPTIONS, sync=4),
+    "sharded": partial(commpress.ShardedOneBitAdam, **OPTIONS),
+    "sharded_zero_one": partial(commpress.ShardedZeroOneAdam, **OPTIONS, sync=4),
 }
 
 
 def marked(make, **options):
     def build(parameters, transport):
         mark_held(parameters[-1], range(transport.size), (transport.rank,), transport.rank)
-        return make(parameters, transport, **options)
+        return make(parameters, transport=transport, **options)
 
     return build
 
@@ -80,7 +74,7 @@ def test_what_lies_on_one_rank_is_stepped_by_adam_in_every_bit(kind, dtype):
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_the_rest_moves_as_if_there_were_no_experts(kind):
     with_experts = Replicas(marked(OPTIMIZERS[kind]), SIZE, SHAPES)
-    without = Replicas(OPTIMIZERS[kind], SIZE, SHAPES[:-1])
+    without = Replicas(lambda p, t: OPTIMIZERS[kind](p, transport=t), SIZE, SHAPES[:-1])
     for step in range(20):
         given = gradients(step)
         with_experts.step(given)

@@ -1,6 +1,8 @@
 """The fused passes of the optimizers against the same in torch operations, cached or stored past
 the caches, on two threads."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -297,7 +299,7 @@ def test_a_compressed_step_takes_as_many_operations_for_many_tensors_as_for_few(
                 for parameter, gradient in zip(optimizer.flat.parameters, gradients, strict=True):
                     parameter.grad = gradient
             before = ranks[0].counters.compressed_rounds
-            with Operations() as seen:
+            with Operations() if step == steps - 1 else nullcontext() as seen:
                 simulate([optimizer.steps() for optimizer in ranks])
         assert ranks[0].counters.compressed_rounds == before + 1
         counts.append(seen.count)

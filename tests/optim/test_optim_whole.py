@@ -20,7 +20,7 @@ from optim_twin import Replicas, boundless, equal, noise, start, state_of, teles
 
 BETA1, BETA2, LR, WARMUP, AT, STEPS = 0.9, 0.99, 1e-2, 4, 7, 14
 SHAPES = ((40, 50), (24, 64), (40, 50), (600,), (7,))
-WHOLE = ["powersgd-2+fp8"]
+CODEC = "powersgd-2+fp8"
 COMMON = {"lr": LR, "betas": (BETA1, BETA2), "min_numel": 0, "weight_decay": 0.1}
 
 
@@ -51,7 +51,6 @@ def zero_one(parameters, transport, **options):
 
 MAKERS = [onebit, zero_one, lamb]
 every_kind = pytest.mark.parametrize("make", MAKERS)
-every_codec = pytest.mark.parametrize("codec", WHOLE)
 
 
 def replicas(make, size, shapes=SHAPES, **options):
@@ -103,14 +102,13 @@ def test_at_full_rank_steps_are_exact(make):
     assert float((moves[0] - moves[1]).norm()) < 1e-4 * float(moves[0].norm())
 
 
-@pytest.mark.parametrize("codec", ["powersgd-1"])
 @every_kind
-def test_what_all_ranks_know_of_momentum_is_not_sent_again(make, codec):
+def test_what_all_ranks_know_of_momentum_is_not_sent_again(make):
     """Without gradients it decays as Adam's, however little of a matrix the codec can say."""
     group = replicas(
         make,
         2,
-        codec=codec,
+        codec="powersgd-1",
         **({"sync": "every", "exact_steps": WARMUP} if make is zero_one else {}),
     )
     for step in range(WARMUP):
@@ -125,12 +123,11 @@ def test_what_all_ranks_know_of_momentum_is_not_sent_again(make, codec):
 @boundless
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("exact_codec", ["none", "int8"])
-@every_codec
-def test_the_trajectory_telescopes(codec, exact_codec, size):
+def test_the_trajectory_telescopes(exact_codec, size):
     """(1 − β1)·Σ d_t + β1·d_T = R_0 − R_T, where R_0 is what the exact steps before the freeze left
     behind, in rows."""
     group = replicas(
-        onebit, size, codec=codec, exact_codec=exact_codec, variance_floor=0.0, weight_decay=0.0
+        onebit, size, codec=CODEC, exact_codec=exact_codec, variance_floor=0.0, weight_decay=0.0
     )
     for step in range(WARMUP):
         group.step(noise(size, step, SHAPES))
@@ -152,15 +149,14 @@ def test_a_state_of_another_rank_of_matrices_is_refused():
     assert equal(numbers(other), before)
 
 
-@every_codec
-def test_torchs_tools_carry_all_but_what_is_owed_and_learnt(codec):
+def test_torchs_tools_carry_all_but_what_is_owed_and_learnt():
     """Quanta that one rank knew and another did not would make them send different messages."""
     models = [Sum(), Sum(), Sum()]
     optimizers = [
-        onebit(m.parameters(), t, codec=codec)
+        onebit(m.parameters(), t, codec=CODEC)
         for m, t in zip(models, Loopback(3).transports(), strict=True)
     ]
-    group = replicas(onebit, 3, codec=codec)
+    group = replicas(onebit, 3, codec=CODEC)
     group.optimizers, group.parameters = optimizers, [list(m.parameters()) for m in models]
     for step in range(AT):
         group.step(noise(3, step, SHAPES))
@@ -168,7 +164,7 @@ def test_torchs_tools_carry_all_but_what_is_owed_and_learnt(codec):
     carried = copy.deepcopy(get_optimizer_state_dict(models[0], optimizers[0]))
     models[2] = Sum()  # a rank that begins anew, among ranks that go on
     models[2].load_state_dict(models[0].state_dict())
-    optimizers[2] = onebit(models[2].parameters(), optimizers[2].channel.inner, codec=codec)
+    optimizers[2] = onebit(models[2].parameters(), optimizers[2].channel.inner, codec=CODEC)
     group.parameters[2] = list(models[2].parameters())
     for model, o in zip(models, optimizers, strict=True):
         set_optimizer_state_dict(model, o, copy.deepcopy(carried))
@@ -178,11 +174,10 @@ def test_torchs_tools_carry_all_but_what_is_owed_and_learnt(codec):
         assert group.agree()
 
 
-@every_codec
-def test_one_rank_can_ask_all_for_a_thaw(codec):
+def test_one_rank_can_ask_all_for_a_thaw():
     """In the headers of factors: nothing else travels here."""
     shapes = ((40, 50),)
-    group = replicas(onebit, 3, shapes, codec=codec, spiky_codec="none")
+    group = replicas(onebit, 3, shapes, codec=CODEC, spiky_codec="none")
     for step in range(WARMUP + 12):
         gradients = noise(3, step, shapes)
         if step >= WARMUP + 4:

@@ -226,20 +226,6 @@ def test_ranks_differ_inside_a_window_and_synchronise_on_request():
     assert group.optimizers[0].held == 0
 
 
-def test_inside_a_window_a_bad_gradient_leaves_the_momentum_of_its_rank_alone():
-    group = replicas(3)
-    for step in range(10):
-        group.step(noise(3, step))
-    assert group.optimizers[0].held == 2
-    gradients = noise(3, 10)
-    gradients[1][0][3, 7] = float("nan")
-    assert group.step(gradients) == [True] * 3
-    assert group.optimizers[1].counters.ignored_gradients == 1
-    for step in range(11, 20):
-        group.step(noise(3, step))
-    assert all(torch.isfinite(p).all() for p in group.parameters[1])
-
-
 def test_a_learning_rate_of_zero_sends_nothing_and_loses_nothing():
     group = replicas(2, sync="every", codec="none")
     for step in range(20):

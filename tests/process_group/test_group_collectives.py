@@ -1,7 +1,6 @@
 """Collectives of a group beside all-reduce, two levels, saved residuals, and NCCL's way on a twin:
 bits, bytes, refusals."""
 
-import io
 import time
 from datetime import timedelta
 from functools import partial
@@ -30,12 +29,13 @@ from commpress.collectives.topology import Topology
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.collectives.two_level import hierarchy_of
 from commpress.errors import InvalidArgument, Mismatch
-from commpress.feedback import ResidualStore, add_reduced
+from commpress.feedback import ResidualStore
 from commpress.integrations.process_group.group_options import GroupOptions, group_options_from
 from commpress.torch_private import all_gather_single, reduce_scatter_single
 from group_calls import as_world, net, train
 from ranks import caught
 from recorded import Recorded
+from state_worlds import stored
 
 ROW, STEPS, BAD = 301, 4, 2
 
@@ -524,10 +524,7 @@ def trained(first, last, state):
         out = torch.empty(size * 301)
         all_gather_single(out, draw[0][:301].clone())
         results.append(out)
-    file = io.BytesIO()
-    torch.save(group.state_dict(), file)
-    file.seek(0)
-    return results, torch.load(file, weights_only=True)
+    return results, stored(group.state_dict())
 
 
 EVERYTHING = GroupOptions("int4", 100, reduce_scatter="sign", all_gather="int8")
@@ -594,17 +591,6 @@ def test_a_state_of_something_else_is_refused_by_name(pool, tmp_path):
         )
         assert all(text in error for text, error in zip(wanted, errors, strict=True)), errors
         assert calls == {}, "nothing was loaded"
-
-
-def owed(states):
-    """R of all ranks."""
-    total = torch.zeros(903)
-    for state in states:
-        (kept,) = state["residuals"].values()
-        part = kept["sent"].clone()
-        add_reduced(part, kept["reduced"], state["rank"], state["size"])
-        total += part / len(states)
-    return total
 
 
 # ---------------------------------------------------------------- NCCL's way

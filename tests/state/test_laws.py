@@ -152,17 +152,19 @@ def test_a_state_from_before_anything_was_learnt_makes_it_begin_anew(name):
     assert not apart(one.numbers(), two.numbers(), absent=True)
 
 
-@pytest.mark.parametrize("name", ["toy", "toy, matrices"])
+@pytest.mark.parametrize("name", ["toy", "toy, matrices", "codecs of layers", "Muon"])
 def test_what_is_not_finite_on_one_rank_is_left_out_on_all(name):
-    world = trained(KINDS[name], 3)
+    world = trained(KINDS[name], KINDS[name].ats[-1])
     before = world.numbers()
-    world.begin(3)
-    world.ranks[1].weights[0].grad[0, 0] = float("nan")
-    assert world.at_once(rank.step(3, r) for r, rank in enumerate(world.ranks)) == [False] * 3
-    after = world.numbers()
-    for _, state in before + after:
-        state.pop("step")
-    assert not apart(before, after)
+    for number, value in ((0, "nan"), (1, "inf")):
+        world.begin(9)
+        world.ranks[1].weights[number].grad.view(-1)[5] = float(value)
+        assert world.at_once(rank.step(9, r) for r, rank in enumerate(world.ranks)) == [False] * 3
+        after = world.numbers()
+        for states in (before, after):
+            for path in [path for path in leaves(states) if path[-1] == "step"]:
+                del at(states, path[:-1])["step"]
+        assert not apart(before, after)
 
 
 # ---------------------------------------------------------------- other ranks in a running group

@@ -13,6 +13,7 @@ from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.kernels.pieces import width_of
 from commpress.optim import tensor_states
 from commpress.optim.optimizer import CompressedOptimizer
+from commpress.optim.replicated import ReplicatedOptimizer
 from recorded import Recorded
 
 SHAPES = ((40, 50), (700,), (7,))
@@ -74,13 +75,13 @@ class Replicas:
             return simulate([o.steps() for o in self.optimizers])
 
     def agree(self) -> bool:
-        first = self.optimizers[0]
-        return all(
-            all(torch.equal(a, b) for a, b in zip(self.parameters[0], parameters, strict=True))
-            and torch.equal(first.momentum, o.momentum)
-            and torch.equal(first.variance, o.variance)
-            for parameters, o in zip(self.parameters[1:], self.optimizers[1:], strict=True)
+        """True if weights, and moments that all ranks have, are the same in every bit."""
+        whole = isinstance(self.optimizers[0], ReplicatedOptimizer)
+        first, *others = (
+            [*parameters, *((o.momentum, o.variance) if whole else ())]
+            for parameters, o in zip(self.parameters, self.optimizers, strict=True)
         )
+        return all(equal(first, each) for each in others)
 
     def momentum(self) -> np.ndarray:
         return flat(self.optimizers[0]._momenta)

@@ -27,7 +27,7 @@ from stream_twin import (
     offloaded,
     untied,
 )
-from variants import first
+from variants import first, seldom
 from zero_twin import Masters, clip
 
 PARTS = 3
@@ -574,16 +574,6 @@ def with_ddp(steps, make):
     return net.state_dict(), losses
 
 
-@pytest.mark.parametrize("ranks", first(1, [2, 3]))
-def test_over_ranks_equals_ddp(pool, tmp_path, ranks):
-    found = pool.run(over_ranks, str(tmp_path), 4, untied, size=ranks)
-    wanted = pool.run(with_ddp, 4, untied, size=ranks)
-    for (state, losses), (other, others) in zip(found, wanted, strict=True):
-        assert losses == others
-        for name, value in other.items():
-            assert torch.equal(state[name], value), name
-
-
 class Twice(nn.Module):
     """A weight that gets gradients before and after its bucket is sent, from blocks and between
     them."""
@@ -608,13 +598,16 @@ def seeded(kind):
     return kind()
 
 
-@pytest.mark.parametrize("kind", [made, Twice])
-def test_over_ranks_no_part_of_a_gradient_is_lost(pool, tmp_path, kind):
-    """Of a weight with several uses, whose sums have another order."""
+@pytest.mark.parametrize(
+    ("kind", "steps", "ranks"), [(untied, 4, 2), seldom(untied, 4, 3), (made, 2, 2), (Twice, 2, 2)]
+)
+def test_over_ranks_equals_ddp(pool, tmp_path, kind, steps, ranks):
+    """In every bit, but where a weight has several uses: their sums have another order."""
     make = partial(seeded, kind)
-    found = pool.run(over_ranks, str(tmp_path), 2, make, size=2)
-    wanted = pool.run(with_ddp, 2, make, size=2)
+    found = pool.run(over_ranks, str(tmp_path), steps, make, size=ranks)
+    wanted = pool.run(with_ddp, steps, make, size=ranks)
+    near = (0.0, 0.0, 0.0) if kind is untied else (1e-5, 1e-4, 2e-5)
     for (state, losses), (other, others) in zip(found, wanted, strict=True):
-        assert losses == [pytest.approx(row, rel=1e-5) for row in others]
+        assert losses == [pytest.approx(row, rel=near[0], abs=0.0) for row in others]
         for name, value in other.items():
-            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=2e-5, msg=name)
+            torch.testing.assert_close(state[name], value, rtol=near[1], atol=near[2], msg=name)
