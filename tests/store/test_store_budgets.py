@@ -48,7 +48,7 @@ def test_resident_memory_stays_near_the_budget(tmp_path):
 
 @pytest.mark.parametrize("where", ["disk", "memory"])
 def test_what_was_asked_for_in_advance_stays_until_its_use(store, where):
-    """What is used meanwhile leaves instead, whether it had to be read or was in memory."""
+    """Others leave instead, whether it had to be read or was in memory."""
     for i in range(6):
         store.put(f"t{i}", torch.full((60_000,), float(i)))
     store.evict(list(store)).wait()
