@@ -16,7 +16,7 @@ compares losses and all that the store has with those of the first variant of as
                   for as many layers as the others have
   --rate GB/s     hold the disk to so much, reads and writes together, as if it were a slower one
   --in-backward   together with gradients="backward": parameters are updated under the backward of
-                  the blocks before, which training without clipping can do, and gradients never
+                  the blocks before, which training without clipping can do, and gradients hardly
                   reach the disk; one by one has many gradients a step, which this refuses
 
   python benchmarks micro_batches
