@@ -95,14 +95,14 @@ class Residency:
             b for b in self.resident[arena] if not (b.used or b.moving or b.pinned or b.leaving)
         )  # oldest use first
         if not self.schedule.planned:
-            return self._oldest(able, passing=before is None)
+            return self._oldest(able, needed=before is None)
         victim = max(able, key=lambda b: self.schedule.next_use(b.number), default=None)
         if victim and before is not None and self.schedule.next_use(victim.number) <= before:
             return None
         return victim
 
-    def _oldest(self, able: Iterable[Block], *, passing: bool) -> Block | None:
-        """Return the first block not asked for in advance; without one, if ``passing``, the first.
+    def _oldest(self, able: Iterable[Block], *, needed: bool) -> Block | None:
+        """Return the first block not asked for in advance; without one, if ``needed``, the first.
 
         What was asked for in advance is passed over until as many bytes as the tier has have left
         instead, so that it does not stay if nobody uses it.
@@ -114,7 +114,7 @@ class Residency:
                     each.prefetched = max(each.prefetched - block.size, 0)
                 return block
             passed.append(block)
-        return passed[0] if passing and passed else None
+        return passed[0] if needed and passed else None
 
     def _refuse_if_stuck(self, arena: Arena, nbytes: int, who: object) -> None:
         """Raise ``OverBudget`` if all borrowers of a full tier wait for room themselves, because

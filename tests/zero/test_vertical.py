@@ -602,7 +602,7 @@ def seeded(kind):
     ("kind", "steps", "ranks"), [(untied, 4, 2), seldom(untied, 4, 3), (made, 2, 2), (Twice, 2, 2)]
 )
 def test_over_ranks_equals_ddp(pool, tmp_path, kind, steps, ranks):
-    """In every bit, but where a weight has several uses: their sums have another order."""
+    """Compare every bit, but where a weight has several uses: sums have another order."""
     make = partial(seeded, kind)
     found = pool.run(over_ranks, str(tmp_path), steps, make, size=ranks)
     wanted = pool.run(with_ddp, steps, make, size=ranks)
