@@ -1918,6 +1918,20 @@ MUTANTS = [
         "tests/zero/test_vertical.py -k over_ranks",
     ),
     Mutant(
+        "gradients of tied weights are sent with those of the head's block",
+        "integrations/zero/streamed.py",
+        "self._gradients.at_end = sum(u.shared for u in groups)",
+        "self._gradients.at_end = 0",
+        "tests/zero/test_vertical.py -k over_ranks",
+    ),
+    Mutant(
+        "all gradients are sent twice for one that was added in time",
+        "integrations/zero/gradients.py",
+        "            self._again.discard((b, i))\n",
+        "",
+        "tests/zero/test_vertical.py -k over_ranks",
+    ),
+    Mutant(
         "a gradient that comes after its bucket stays behind",
         "integrations/zero/gradients.py",
         "        if self._again:\n            super().finish()",

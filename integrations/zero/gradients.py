@@ -51,7 +51,8 @@ class Gradients(BackwardBuckets):
         self.buckets, self._channel = buckets, channel
         self._stage, self._scaler, self._scale = stage, scaler, LossScale()
         self.step = 0  # number of the current step, which seeds stochastic codecs
-        self._local = self._again = False
+        self._local = False
+        self._again: set[tuple[int, int]] = set()  # gradients to send after all others
         self._marker = min(
             (m.parameter for b in buckets for m in b.members), key=lambda p: (is_cut(p), p.numel())
         )
@@ -64,8 +65,9 @@ class Gradients(BackwardBuckets):
         if self._stage == 1 or i not in self._arrived[b]:
             super()._came(b, i)
         elif b < self._next or not self.syncing:
-            self._again = True
+            self._again.add((b, i))
         else:
+            self._again.discard((b, i))
             bucket, member = self.buckets[b], self.buckets[b].members[i]
             gradient, member.parameter.grad = member.parameter.grad, None
             assert bucket.buffer is not None
@@ -77,7 +79,7 @@ class Gradients(BackwardBuckets):
         super().finish()
         if self._again:
             super().finish()
-        self._again = False
+        self._again.clear()
 
     @contextmanager
     def across(self) -> Iterator[None]:
@@ -88,7 +90,7 @@ class Gradients(BackwardBuckets):
         try:
             yield
         except BaseException:
-            self._again = False
+            self._again.clear()
             self._reset()  # the error may keep this frame, and with it the ending
             raise
         ending()

@@ -224,7 +224,9 @@ class Streamed(Divided, NotCopied):
                 "the streamed model has an optimizer already: pass all its parameters to one"
             )
         groups = [u for u in reversed(self.groups) if u.members[0].parameter.requires_grad]
+        groups.sort(key=lambda u: u.shared)  # the last use of a tied one is known at the end only
         self._gradients = Gradients(groups, self.channel, stage=2, sink=sink)
+        self._gradients.at_end = sum(u.shared for u in groups)
         self.takers.append(self._gradients)
 
     def follow(self, follower: Callable[[str], None]) -> None:
