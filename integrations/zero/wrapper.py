@@ -110,8 +110,8 @@ def _check_optimizer(optimizer: Any) -> None:
         )
     if any(base.__module__.split(".")[0] == "commpress" for base in optimizer.__mro__):
         raise InvalidArgument(
-            f"optimizer is {optimizer.__name__}, which communicates by itself: use it alone, or "
-            "name an element-wise one, such as AdamW, SGD or Adagrad"
+            f"optimizer is {optimizer.__name__}, which communicates by itself: give it parameters "
+            "of its own, and name an element-wise one here, such as AdamW, SGD or Adagrad"
         )
 
 

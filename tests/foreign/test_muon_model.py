@@ -175,6 +175,44 @@ def test_no_weight_of_a_sharded_model_jumps_and_none_stands_still(pool, kind, si
         assert tensors == fused
 
 
+def beside_partitioned():
+    """Weights by Muon alone, and by Muon for matrices beside Partitioned for the rest."""
+    from tiny_gpt2 import flat, model
+
+    found = []
+    for alone in (True, False):
+        torch.manual_seed(0)
+        net = model(layers=2)
+        hidden, rest = groups(net)
+        exact = {"lr": LR, "codec": None, "update_codec": None}
+        if alone:
+            optimizers = [
+                commpress.Muon(
+                    [{"params": hidden}, {"params": rest, "use_muon": False, **ADAMW}], **exact
+                )
+            ]
+        else:
+            adamw = commpress.Partitioned(rest, torch.optim.AdamW, fused=True, **ADAMW)
+            optimizers = [commpress.Muon(hidden, **exact), adamw]
+        for _, parts in zip(range(4), batches(0), strict=False):
+            ids = parts[dist.get_rank()]
+            net(input_ids=ids, labels=ids).loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(flat(net))
+    owned = [m.weight.numel() for b in adamw.buckets for m in b.ranges]
+    return *found, sum(owned), sum(p.numel() for p in rest)
+
+
+def test_matrices_beside_partitioned_have_the_bits_of_muon_alone(pool):
+    results = pool.run(beside_partitioned, size=2)
+    for alone, beside, owned, every in results:
+        assert torch.equal(alone, beside)
+        assert torch.equal(alone, results[0][0])
+        assert owned < 0.6 * every
+
+
 def table():
     torch.set_num_threads(1)
     print("| codec, update_codec | loss, three seeds | KB a step and rank |\n| --- | --- | --- |")
