@@ -116,6 +116,7 @@ class Channel:
         self._device: torch.device | None = None
         self._usual_at_once = at_once
         self._beside: list[weakref.ref[Channel]] = []
+        self._queued_at: Channel | None = None  # whose worker runs what is submitted here
 
     @classmethod
     def among(
@@ -189,9 +190,16 @@ class Channel:
     ) -> JobFuture[T]:
         """Start an algorithm in the background, in the order of submission. ``tensors``, ``waits``:
         see ``Worker.submit``."""
+        if self._queued_at is not None:
+            return self._queued_at.submit(steps, *tensors, waits=waits)
         if self._worker is None:
             self._worker = Worker(self.name, limit=self.at_once)
         return self._worker.submit(steps, *tensors, waits=waits)
+
+    def queue_at(self, other: "Channel") -> None:
+        """Submit to the worker of ``other`` from now on: algorithms of both run one by one, in the
+        order of submission, as is necessary where transports are ``ordered``."""
+        self._queued_at = None if other is self else other
 
     def close(self) -> None:
         """Finish submitted algorithms, then end the worker; a later ``submit`` starts another."""

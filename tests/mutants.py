@@ -1932,6 +1932,27 @@ MUTANTS = [
         "tests/zero/test_vertical.py -k over_ranks",
     ),
     Mutant(
+        "a gradient is added to what torch still writes on its own stream",
+        "integrations/fsdp/prefetch.py",
+        "torch.cuda.current_stream(each.stream.device).wait_stream(each.stream)",
+        "pass",
+        "tests/fsdp/test_fsdp_traffic.py -k every_stream",
+    ),
+    Mutant(
+        "a gather in the background is read at once",
+        "integrations/fsdp/shard_weights.py",
+        "        self.future.wait()\n",
+        "",
+        "tests/fsdp/test_fsdp_traffic.py -k stream_that_computes",
+    ),
+    Mutant(
+        "gathers and reductions of ordered collectives have a worker each",
+        "integrations/fsdp/fsdp2.py",
+        "            channel.queue_at(first)",
+        "            pass",
+        "tests/fsdp/test_fsdp_traffic.py -k one_worker",
+    ),
+    Mutant(
         "a gradient that comes after its bucket stays behind",
         "integrations/zero/gradients.py",
         "        if self._again:\n            super().finish()",

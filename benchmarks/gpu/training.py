@@ -234,26 +234,32 @@ def _nothing(*_: object) -> None:
 def fsdp(machine: Machine, report: Report) -> None:
     """FSDP2 with two ranks on the card: gradients and weights compressed, against its own
     collectives."""
-    for name, gradients, weights in (
-        ("int8", "int8", "int8"),
-        ("int4", "int4", "int8"),
-        ("plain", None, None),
+    for name, gradients, weights, overlap in (
+        ("int8", "int8", "int8", True),
+        ("int8, without overlap", "int8", "int8", False),
+        ("int4", "int4", "int8", True),
+        ("plain", None, None, True),
     ):
         with report.line(name, must=gradients is not None), LocalRanks(2, forked=True) as pool:
-            took, share = pool.call(_sharded, (machine.twin, gradients, weights), _nothing)
+            task = machine.twin, gradients, weights, overlap
+            took, share = pool.call(_sharded, task, _nothing)
             report(f"step with {name}", 1e3 * took, "ms")
             if gradients is not None:
                 report(f"bytes with {name}", share, "of plain", limit=1.0, bound="most")
 
 
-def _sharded(rank: int, size: int, task: tuple[bool, Any, Any], told: Told) -> tuple[float, float]:
-    twin, gradients, weights = task
+def _sharded(
+    rank: int, size: int, task: tuple[bool, Any, Any, bool], told: Told
+) -> tuple[float, float]:
+    twin, gradients, weights, overlap = task
     machine: Machine = Twin() if twin else Card()
     model = gpt(machine, layers=4)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    state = commpress.compress_fsdp(model, gradients, weights) if gradients is not None else None
+    state = None
+    if gradients is not None:
+        state = commpress.compress_fsdp(model, gradients, weights, overlap=overlap)
     step = step_of(machine, model, adamw(model), rank, rows=4)
     took = machine.seconds(step, times=machine.size(4, 1), warm=machine.size(2, 1))
     return took, state.wire_bytes / state.logical_bytes if state is not None else 1.0

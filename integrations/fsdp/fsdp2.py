@@ -89,8 +89,9 @@ class ShardedState(Divided):
     - ``regather``: send weights again before backward. Otherwise received weights are kept, still
       encoded, from forward to backward, which takes a byte per parameter of the whole model on each
       rank with "int8" and saves a third of the traffic.
-    - ``overlap``: on a CPU, communicate on separate threads: gather weights in advance of forward
-      and backward, and reduce gradients during backward.
+    - ``overlap``: communicate on separate threads: gather weights in advance of forward and
+      backward, and reduce gradients during backward. Not where ``CPUOffloadPolicy`` keeps shards of
+      a GPU's model in host memory.
     - ``alarm``: an ``Alarm``, or only its ``then``: the reaction if compressed gradients seem to
       harm the run.
 
@@ -227,8 +228,11 @@ class ShardedState(Divided):
                 )
                 each.module.set_custom_all_gather(gatherer)
                 self.gatherers.append(gatherer)
-        ordered = any(channel.inner.ordered for channel in self.reducing.values())
-        self.background = overlap and self.device.type == "cpu" and not ordered
+        first, *others = [*self.reducing.values(), *self.gathering.values()]
+        for channel in others if first.inner.ordered else ():
+            channel.queue_at(first)
+        offloaded = any(each.offloaded for each in self.param_groups)
+        self.background = overlap and not offloaded
         self.prefetcher = Prefetcher(self.background)
         self.deferred = DeferredReductions() if self.background and self.reducers else None
         self._rounds: dict[int, Round] = {}  # by backward, with a GradScaler
@@ -409,7 +413,12 @@ class ShardedState(Divided):
 
     def _choose(self) -> None:
         """Choose the codecs of a new step, on every rank at its first reduction. Residuals stay."""
-        now = self.channel.run(self.choice.at(self.step, Peers(self.channel))).policy
+        steps = self.choice.at(self.step, Peers(self.channel))
+        if self.background:  # what was submitted may be running
+            shard = local(self.param_groups[0].parameters[0])
+            now = self.channel.submit(steps, shard).wait().policy
+        else:
+            now = self.channel.run(steps).policy
         self.gradients.choice = self.choice.why or self.gradients.choice
         if now is not None and now != self._now:
             self._now = now

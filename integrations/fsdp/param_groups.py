@@ -71,6 +71,11 @@ class ParamGroup:
         return self.inner._all_reduce_hook is not None or any(hooks)
 
     @property
+    def offloaded(self) -> bool:
+        """True if its shards are on the host while it computes on another device."""
+        return any(p.device.type != self.mesh.device_type for p in self.parameters)
+
+    @property
     def prefetches(self) -> bool:
         """True if the user has chosen the groups to gather in advance in forward."""
         return bool(self.module._get_fsdp_state()._states_to_forward_prefetch)

@@ -1,23 +1,29 @@
-"""Gather weights in advance of forward and reduce gradients during backward, on a CPU, which has no
-streams."""
+"""Gather weights in advance of forward and reduce gradients during backward, in threads, on side
+streams of a GPU."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import Variable
 
 from commpress.collectives.channel import Channel
 from commpress.integrations.fsdp.param_groups import ParamGroup
-from commpress.work import Steps
+from commpress.work import Steps, stream_of
 
 # groups gathered in advance in forward: the network is busy while one is computed and the next is
 # decoded
 AHEAD = 2
 # groups with running reductions before backward waits: each needs a buffer
 AT_ONCE = 2
+
+
+class _Reduction(NamedTuple):
+    future: torch.futures.Future[Any]
+    take: Callable[[Any], None]
+    stream: "torch.cuda.Stream | None"  # of the caller
 
 
 class Prefetcher:
@@ -55,9 +61,7 @@ class DeferredReductions:
 
     def __init__(self) -> None:
         self._running: deque[torch.futures.Future[Any]] = deque()
-        self._pending: defaultdict[
-            int, list[tuple[torch.futures.Future[Any], Callable[[Any], None]]]
-        ] = defaultdict(list)
+        self._pending: defaultdict[int, list[_Reduction]] = defaultdict(list)
 
     def submit(
         self,
@@ -75,17 +79,20 @@ class DeferredReductions:
             self._running.popleft().wait()
         future = channel.submit(steps, *tensors)
         self._running.append(future)
-        self._pending[task].append((future, take))
+        self._pending[task].append(_Reduction(future, take, stream_of(tensors[0].device)))
 
     def _end(self, task: int) -> None:
         with torch.no_grad():
-            for future, take in self._pending.pop(task):
-                take(future.wait())
+            for each in self._pending.pop(task):
+                finite = each.future.wait()
+                if each.stream is not None:  # on which torch made the gradients
+                    torch.cuda.current_stream(each.stream.device).wait_stream(each.stream)
+                each.take(finite)
 
     def forget(self, *_args: object) -> None:
         """Drop, before forward, the reductions of a backward that ended with an error."""
         if self._pending and torch._C._current_graph_task_id() < 0:
             left, self._pending = self._pending, defaultdict(list)
             for reductions in left.values():
-                for future, _ in reductions:
-                    future.wait()
+                for each in reductions:
+                    each.future.wait()

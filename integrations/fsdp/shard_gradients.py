@@ -127,6 +127,9 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         if deferred is not None and torch._C._current_graph_task_id() < 0:
             self.owner.outside_backward()
             deferred = None
+        round = self.owner.round()
+        if round is not None and output_tensor.device.type != "cpu":
+            deferred = None  # a round is closed by the caller, whose stream has not waited yet
         in_place = deferred is None and output_tensor.dtype == torch.float32
         out = (
             output_tensor
@@ -134,7 +137,6 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
             else workspace.borrow(output_tensor.numel(), torch.float32, output_tensor.device)
         )
         vote = None if self.owner.consensus is None else self.owner.consensus.reserve()
-        round = self.owner.round()
         if round is not None:
             round.begin(out)
         steps = self._reduced(

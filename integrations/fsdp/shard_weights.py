@@ -108,7 +108,7 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         call = self.channel.call(2 + 2 * len(self._plan(input_tensor.dtype)), self.owner.step)
         job = steps(input_tensor, output_tensor, call, backward, fresh)
         if self.owner.background:
-            return _Pending(self.channel.submit(job, input_tensor, output_tensor))
+            return Gathering(self.channel.submit(job, input_tensor, output_tensor))
         self.channel.run(job)
         return None
 
@@ -329,7 +329,7 @@ def _bits(row: torch.Tensor) -> torch.Tensor:
     return row.view(torch.int32 if row.itemsize == 4 else torch.int16)
 
 
-class _Pending(dist.Work):
+class Gathering(dist.Work):
     """Work of a gather. FSDP2 waits for the work that an all-gather returns before it copies the
     parameters, even if it did not request asynchronous work."""
 

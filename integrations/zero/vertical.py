@@ -31,6 +31,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.streamed_module import StreamedModule, tensors_in
 from commpress.integrations.zero.tiling import Tile
+from commpress.logs import warn_on_first
 
 if TYPE_CHECKING:
     from commpress.integrations.zero.streamed import Streamed
@@ -187,7 +188,9 @@ class Input:
         self.edge = get_gradient_edge(tensor) if tensor.requires_grad else None
         self._values, self._version = tensor.detach(), tensor._version
         self._node: Any = None
+        self.moved = 0  # bytes given to the tier
         if tier is not None and tensor.is_floating_point():
+            self.moved = tensor.nbytes
             with tier, torch.enable_grad():
                 self._node = Keep.apply(self._values.requires_grad_()).grad_fn
             del self._values
@@ -369,6 +372,8 @@ class Vertical:
                     for group in unit.groups:
                         stack.enter_context(self._streamed.whole(group))
                 self._forward()
+                if self._alone and self._tier is not None:
+                    self._advise()
                 for hook in hooks:
                     hook.remove()
                 self._backward()
@@ -378,6 +383,27 @@ class Vertical:
                 hook.remove()
         self._compare()
         return [loss for loss in self.losses if loss is not None]
+
+    def _advise(self) -> None:
+        """Name blocks of which the tier moves more bytes than reading parameters for each
+        micro-batch would."""
+        moved: Counter[StreamedModule] = Counter()
+        for call in (call for calls in self._calls for call in calls):
+            moved[call.unit] += 2 * sum(one.moved for one in call.inputs)
+        for unit, nbytes in moved.items():
+            read = (len(self._batches) - 1) * sum(
+                group.width * group.dtype.itemsize for group in unit.groups
+            )
+            if nbytes > read:
+                warn_on_first(
+                    self._streamed.channel.rank,
+                    "inputs of block %r cross to activations= and back with %.1f MB a step, more "
+                    "than the %.1f MB that taking micro-batches together saves: name larger blocks "
+                    "in stream(..., blocks=[...])",
+                    self._names[unit.module],
+                    nbytes / 1e6,
+                    read / 1e6,
+                )
 
     def _casts(self) -> list[tuple[str, bool, torch.dtype]]:
         return [

@@ -11,7 +11,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import commpress
 from commpress import torch_private
+from commpress.collectives.channel import Channel
+from commpress.collectives.transports import factory
+from commpress.collectives.transports.loopback import Loopback
+from commpress.integrations.fsdp.prefetch import DeferredReductions
+from commpress.integrations.fsdp.shard_weights import Gathering
 from fsdp_twin import Plan, Session, Trained, equal
+from gpu.card_twin import CARD, Stream, card_twin
 
 
 def weights_sent(plan: Plan) -> tuple[list[int], Trained]:
@@ -180,3 +186,91 @@ def test_an_optimizer_in_backward_works(pool):
     late, prompt = (pool.run(optimizer_in_backward, overlap, size=2) for overlap in (True, False))
     for one, two in zip(late, prompt, strict=True):
         assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+# ---------------------------------------------------------------- threads and streams
+
+
+def over_torch(overlap: bool) -> tuple[dict[str, torch.Tensor], list[bool]]:
+    """Weights over torch's own collectives, which must be called in one order on all ranks; which
+    channels have a worker."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(factory, "plainly_gloo", lambda group: False)
+        session = Session(Plan(codec="int4", options={"overlap": overlap})).run()
+    state = session.state
+    channels = [*state.reducing.values(), *state.gathering.values()]
+    assert all(channel.inner.ordered for channel in channels)
+    return session.trained().parameters, [channel._worker is not None for channel in channels]
+
+
+def test_ordered_collectives_are_called_by_one_worker(pool):
+    results = [pool.run(over_torch, overlap, size=2) for overlap in (True, False)]
+    for (late, workers), (prompt, none) in zip(*results, strict=True):
+        assert workers == [True, False]
+        assert none == [False, False]
+        assert all(torch.equal(late[name], prompt[name]) for name in prompt)
+
+
+class Backward(torch.autograd.Function):
+    """Calls a function in backward."""
+
+    @staticmethod
+    def forward(ctx, x, call):
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.call()
+        return gradient, None
+
+
+def test_a_reduction_in_backward_waits_for_every_stream():
+    """As torch calls it: on a stream of its own, on which it makes the gradient from zeros."""
+    with card_twin():
+        channel, deferred = Channel(Loopback(1).transport(0)), DeferredReductions()
+        theirs, gradients = Stream(name="reduce-scatter"), torch.ones(1000).to(CARD)
+        out, made = torch.zeros(1000).to(CARD), torch.empty(1000).to(CARD)
+
+        def steps():
+            out.copy_(gradients).mul_(2)
+            return True
+            yield
+
+        def reduce():
+            with torch.no_grad():
+                gradients.mul_(3)
+                theirs.wait_stream(torch.cuda.current_stream())
+                with theirs:
+                    deferred.submit(channel, steps(), gradients, out, take=take)
+                    made.zero_()
+
+        def take(finite):
+            assert finite
+            made.add_(out)
+
+        Backward.apply(torch.ones(1, requires_grad=True), reduce).backward()
+        assert made.cpu().tolist() == [6.0] * 1000
+        channel.close()
+
+
+def test_a_gather_in_the_background_is_waited_for_by_the_stream_that_computes():
+    with card_twin() as twin:
+        channel, theirs = Channel(Loopback(1).transport(0)), Stream(name="all-gather")
+        row, whole = torch.ones(1000).to(CARD), torch.empty(1000).to(CARD)
+
+        def steps():
+            whole.copy_(row).mul_(2)
+            return
+            yield
+
+        theirs.wait_stream(torch.cuda.current_stream())
+        with theirs:
+            work = Gathering(channel.submit(steps(), row, whole))
+        twin.counts.clear()
+        work.wait()
+        doubled = whole * 2
+        assert twin.counts["waits of the caller"] == 0
+        assert doubled.cpu().tolist() == [4.0] * 1000
+        channel.close()

@@ -103,6 +103,21 @@ def test_larger_blocks_keep_fewer_inputs(store, tmp_path):
     pair.check()
 
 
+def test_blocks_whose_inputs_outweigh_their_parameters_are_named_once(store, tmp_path, caplog):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2048))
+    streamed = commpress.stream(net, store=store, blocks=[nn.Linear])
+    optimizer = commpress.Offloaded(net.parameters(), torch.optim.SGD, store=store, lr=0.0)
+    with open_store(tmp_path / "tier", host="1MiB") as beside:
+        tier = commpress.activations(beside, budget=0, min_bytes=1)
+        for _ in range(2):
+            batches = [torch.randn(64, 4, requires_grad=True) for _ in range(2)]
+            streamed.accumulate(lambda x: net(x).sum(), batches, activations=tier)
+            optimizer.step()
+    told = [record.getMessage() for record in caplog.records if "activations=" in record.msg]
+    assert len(told) == 1
+    assert "'0'" in told[0]
+
+
 def test_inputs_of_blocks_in_eight_bits(store, tmp_path):
     """Forward is exact, and the comparison of blocks leaves room for what the codec changes."""
     net, other = untied(), untied()
