@@ -167,7 +167,7 @@ def _layers(rank: int, size: int, _: None, told: Told) -> list[Row]:
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    commpress.compress_fsdp(model, "int8", "int8", min_numel=0, overlap=False)
+    commpress.compress_fsdp(model, "int8", "int8", min_numel=0)
     counts, caller = Counter[str](), threading.current_thread()
 
     def wait_for(*_: object) -> None:
