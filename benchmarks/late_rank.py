@@ -1,4 +1,4 @@
-"""steps of DDP while one rank pauses at random: how long those of the others take, and the loss
+"""steps while one rank pauses at random: how long those of the others take, and the loss
 
 Trains the same GPT twice from equal weights on equal batches, compressed: first every rank waits
 for every other, then only as long as --wait says. Computing is played: the thread that trains
@@ -8,8 +8,13 @@ slowest other rank's steps, "late" the steps for which the last rank was late. "
 trained model on text that it has not seen. A pause longer than a step, or before the last one is
 made up for, holds the others up for longer.
 
+With --local the ranks take local updates, in rounds whose exchange overlaps with the first half of
+the next: first rounds of as many steps as fit into so many seconds, at whose end every rank waits
+for every other, then rounds of these seconds, in which a rank that pauses takes fewer steps.
+
   python benchmarks late_rank                                             4 local processes
   python benchmarks late_rank --wait 0.05 --share 0.1 --check
+  python benchmarks late_rank --local 4 --codec int4 --compute 150 --check
 """
 
 import argparse
@@ -73,6 +78,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--pause MS", float, 300.0, "of the last rank")
     option(parser, "--share PART", float, 0.05, "of the steps in which it pauses")
     option(parser, "--wait SECONDS", waits, "auto", "for a late rank")
+    option(parser, "--local SECONDS", float, 0.0, "of a round of local updates, in place of DDP")
     option(parser, "--codec NAME", str, "int8")
     option(parser, "--width N", natural, 64, "of the model")
     option(parser, "--layers N", natural, 4, "of the model")
@@ -111,11 +117,17 @@ def train(rank: int, size: int, wait: Any, options: argparse.Namespace) -> Measu
         block.register_forward_hook(
             lambda block, given, x: Computing.apply(x, options.compute / 1e3 / options.layers)
         )
-    megabytes = sum(p.numel() for p in model.parameters()) * 4 / (1 << 20)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=megabytes / 4)
-    state = commpress.compress(ddp, options.codec, topology=None, wait=wait)
-    optimizer = torch.optim.AdamW(ddp.parameters(), RATE)
-    ends = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, WARM + options.steps)
+    adamw = torch.optim.AdamW(model.parameters(), RATE)
+    ends = torch.optim.lr_scheduler.LinearLR(adamw, 1.0, 0.0, WARM + options.steps)
+    optimizer: torch.optim.Optimizer = adamw
+    trained: nn.Module = model
+    state = None
+    if options.local:
+        optimizer = local_updates(adamw, wait, options)
+    else:
+        megabytes = sum(p.numel() for p in model.parameters()) * 4 / (1 << 20)
+        trained = ddp = DistributedDataParallel(model, bucket_cap_mb=megabytes / 4)
+        state = commpress.compress(ddp, options.codec, topology=None, wait=wait)
     draws, luck = torch.Generator().manual_seed(rank), random.Random(7)
     took, pauses = [], 0
     for step in range(WARM + options.steps):
@@ -125,19 +137,36 @@ def train(rank: int, size: int, wait: Any, options: argparse.Namespace) -> Measu
         if pause and rank == size - 1:
             time.sleep(options.pause / 1e3)
         optimizer.zero_grad()
-        ddp(*batch(text[:-UNSEEN], options.batch, 64, draws)).backward()
+        trained(*batch(text[:-UNSEEN], options.batch, 64, draws)).backward()
         optimizer.step()
         ends.step()
         took.append(time.perf_counter() - start)
+    if isinstance(optimizer, commpress.LocalUpdates):
+        optimizer.drain()
     dist.barrier()
     steps = torch.tensor(took[WARM:]) * (rank < size - 1)
     dist.all_reduce(steps, dist.ReduceOp.MAX)
-    late = torch.tensor(state.counters.late_steps)
+    late = torch.tensor(0 if state is None else state.counters.late_steps)
     dist.all_reduce(late)
     p50, p99 = torch.quantile(steps, torch.tensor([0.5, 0.99])).tolist()
     loss = unseen_loss(model, text[-UNSEEN:])
-    said = "for all" if wait is None else f"{wait}"
+    said = "for all" if wait is None else f"{options.local:g} s" if options.local else f"{wait}"
     return Measured(said, p50, p99, float(steps.max()), pauses, int(late), loss)
+
+
+def local_updates(
+    adamw: torch.optim.Optimizer, wait: Any, options: argparse.Namespace
+) -> commpress.LocalUpdates:
+    steps = max(round(1e3 * options.local / options.compute), 2)
+    every: Any = steps if wait is None else commpress.Seconds(options.local)
+    return commpress.LocalUpdates(
+        adamw,
+        every=every,
+        overlap=(steps // 2, "keep"),
+        outer=commpress.Average(),
+        codec=options.codec,
+        weight="steps",
+    )
 
 
 @torch.no_grad()

@@ -1932,6 +1932,20 @@ MUTANTS = [
         "tests/zero/test_vertical.py -k over_ranks",
     ),
     Mutant(
+        "a rank that was late once is late in every round of seconds",
+        "commpress/optim/local_updates.py",
+        "            self.rounds.clock = flight.met - flight.turn\n",
+        "            pass\n",
+        "tests/local_updates/test_local_updates.py -k late_once",
+    ),
+    Mutant(
+        "fragments of a round in seconds leave at its end",
+        "commpress/optim/local_updates.py",
+        "        self.flight.turn = self.rounds.turn\n",
+        "",
+        "tests/local_updates/test_local_updates.py -k late_once",
+    ),
+    Mutant(
         "a gradient is added to what torch still writes on its own stream",
         "integrations/fsdp/prefetch.py",
         "torch.cuda.current_stream(each.stream.device).wait_stream(each.stream)",

@@ -36,7 +36,8 @@ from commpress.tiered_mem.arena import padded
 from commpress.work import Steps
 
 LEFT = "left"  # name in a store
-Arrived = tuple[bool, Pace | None]  # whether the mean counts, and the reported pace
+# whether the mean counts, the reported pace, and when the headers of all ranks were there
+Arrived = tuple[bool, Pace | None, float]
 
 
 class Fragment:
@@ -411,8 +412,10 @@ class Flight:
     alpha: float | None = 0.0
     kept: float = 1.0  # or this share of it
     long: bool = False  # in a round of every="auto" that needs an outer momentum
-    # of the slowest rank, if measured; set by ``arrival``
+    turn: float = 0.0  # when it was to leave, in seconds of the round that is running then
+    # set by ``arrival``: the slowest rank's, if measured; when the headers of all ranks were there
     pace: Pace | None = None
+    met: float | None = None
     error: CommunicationError | None = None
 
     def arrival(self) -> Steps[bool]:
@@ -421,9 +424,9 @@ class Flight:
             raise self.error
         try:
             if self.future is not None:
-                self.taken, self.pace = self.future.wait()
+                self.taken, self.pace, self.met = self.future.wait()
             elif self.steps is not None:
-                self.taken, self.pace = yield from self.steps
+                self.taken, self.pace, self.met = yield from self.steps
         except CommunicationError as error:
             self.error = error
             raise

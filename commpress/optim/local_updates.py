@@ -36,7 +36,7 @@ from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, check_counts
 from commpress.logs import warn_on_first
 from commpress.optim import local_checkpoint
-from commpress.optim.fragments import Flight, Fragment, StoredFragment, check_room, cut
+from commpress.optim.fragments import Arrived, Flight, Fragment, StoredFragment, check_room, cut
 from commpress.optim.inner_optimizers import InnerOptimizers, check_hidden, check_inner, check_ranks
 from commpress.optim.layout import LocalWeights, columns_of, groups_on, is_held
 from commpress.optim.optimizer import loss_of
@@ -399,8 +399,10 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
             long=self.rounds.long,
         )
         self.exchanged += 1
+        self.flight.turn = self.rounds.turn
         if self.rounds.leave():
             self._begin_round()
+            self.flight.turn = 0.0
         overlap = self.rounds.overlap
         self.flight.due += overlap
         self.flight.alpha = self._alpha(overlap) if header.finite else 0.0
@@ -459,11 +461,11 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         header: ExchangeHeader,
         sequence: int,
         call: Call,
-    ) -> Steps[tuple[bool, Pace | None]]:
+    ) -> Steps[Arrived]:
         """Replace ``work`` by its weighted mean; return True if it counts, False if no rank has
         trained or a mean is not finite.
 
-        Also return the previous pace of the slowest rank, if measured.
+        Also return the previous pace of the slowest rank, if measured, and when all had come.
         """
         sent_before = self._sent_bytes()
         if self.columns is not None:
@@ -487,7 +489,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         weights = [each.weight for each in headers]
         total, pace = sum(weights), slowest([each.pace for each in headers])
         if total == 0:
-            return self._finish(header, taken=False), pace
+            return self._finish(header, taken=False), pace, start
         if self.feedback_decay != 1 and self._decayed != header.number:
             self._decayed = header.number
             self.exchanges.residuals.decay({s.name for s in fragment.spans}, self.feedback_decay)
@@ -514,7 +516,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
             self.counters.spread = (
                 self.outer.spread(exchange, fragment.work, weights, squares) if fine else None
             )
-        return self._finish(header, taken=taken), pace
+        return self._finish(header, taken=taken), pace, start
 
     def _finish(self, header: ExchangeHeader, *, taken: bool) -> bool:
         self.handover.settle(taken=taken)
@@ -530,6 +532,8 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         self.flight, waited = None, monotonic() - start
         self.counters.waited += waited
         self.meter.waited(waited)
+        if flight.met is not None:  # else a rank that was late once would be late in every round
+            self.rounds.clock = flight.met - flight.turn
         if flight.pace is not None:
             self.facts.keep(flight.pace)
         self.land(flight, taken=taken)

@@ -3,7 +3,7 @@ determines a round's length; the header that begins each exchange; the warm-up b
 round; and counters.
 
 fragment f of F leaves after step ⌈H·(f + 1)/F⌉ of a round of H steps, or after that share of a
-round's seconds
+round's seconds, which begin on all ranks when the last one has sent its change
 every="auto"            H = F·h, and each fragment is under way for the h steps that its exchange
                         needs
 """
@@ -58,12 +58,12 @@ class RoundSchedule:
                 "next one leaves"
             )
         self.next = self.start = self.length = 0
-        self._clock = monotonic()
+        self.clock = monotonic()  # when a round in seconds has begun
 
     def begin(self, step: int, rate: float, facts: Facts, *, alone: bool = False) -> None:
         """Begin a round after ``step`` steps. ``rate``: the inner learning rate; ``alone``: there
         are no other ranks."""
-        self.next, self.start, self.length, self._clock = 0, step, 0, monotonic()
+        self.next, self.start, self.length, self.clock = 0, step, 0, monotonic()
         if isinstance(self.every, Hidden):
             each = self.every.long if alone else self.every.interval(step, rate, facts)
             self.length, self.overlap = each * self.fragments, 0 if alone else each
@@ -77,20 +77,20 @@ class RoundSchedule:
 
     def due(self, step: int) -> bool:
         """True if the next fragment is to leave after ``step`` steps."""
-        return step > self.start and self._elapsed(step - self.start) >= self._turn
+        return step > self.start and self._elapsed(step - self.start) >= self.turn
 
     def due_soon(self, step: int) -> bool:
         """True if the next fragment is likely to leave after one more step."""
         done = step - self.start
         if not isinstance(self.every, Seconds):
-            return done + 1 >= self._turn
-        return self._elapsed(done) * (1 + 1 / max(done, 1)) >= self._turn
+            return done + 1 >= self.turn
+        return self._elapsed(done) * (1 + 1 / max(done, 1)) >= self.turn
 
     def _elapsed(self, done: int) -> float:
-        return monotonic() - self._clock if isinstance(self.every, Seconds) else done
+        return monotonic() - self.clock if isinstance(self.every, Seconds) else done
 
     @property
-    def _turn(self) -> float:
+    def turn(self) -> float:
         """Return the steps, or seconds, of the round after which the next fragment leaves."""
         share = (self.next + 1) / self.fragments
         return (
@@ -113,7 +113,7 @@ class RoundSchedule:
         self.next, self.start, self.length = (int(each) for each in state[:3])
         if isinstance(self.every, Hidden):
             self.overlap = int(state[3])
-        self._clock = monotonic()
+        self.clock = monotonic()
 
 
 class PaceMeter:

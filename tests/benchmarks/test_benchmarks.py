@@ -138,6 +138,15 @@ def test_steps_while_a_rank_pauses(tmp_path):
 
 
 @pytest.mark.slow
+def test_local_updates_while_a_rank_pauses(tmp_path):
+    small = f"{TINY} --batch 2 --steps 40 --compute 40 --pause 120 --share 0.2 --local 0.5"
+    every, bounded = run(f"late_rank --ranks 2 {small} --codec int4", tmp_path)["rows"]
+    assert [every["wait"], bounded["wait"]] == ["for all", "0.5 s"]
+    assert every["p99"] > 1.5 * every["p50"]
+    assert every["loss"] == pytest.approx(bounded["loss"], rel=0.1)
+
+
+@pytest.mark.slow
 def test_a_step_of_muon_beside_torch(tmp_path):
     rows = run(f"muon_step --ranks 2 --rounds 1 --steps 1 {SMALL}", tmp_path)["rows"]
     assert [row["variant"] for row in rows] == ["torch", "compute", "none", "coded"]

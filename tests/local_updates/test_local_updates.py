@@ -527,6 +527,32 @@ def test_seconds_give_each_rank_as_many_steps_as_it_manages(monkeypatch):
     assert min(counts) > 0
 
 
+@pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (1, 1), (2, 1)])
+def test_a_rank_that_was_late_is_late_once(monkeypatch, fragments, overlap):
+    """Rank 1 pauses; from then on a round in seconds ends at one time on both ranks."""
+    clock = [0.0]
+    monkeypatch.setattr("commpress.optim.rounds.monotonic", lambda: clock[0])
+    monkeypatch.setattr("commpress.optim.local_updates.monotonic", lambda: clock[0])
+    ranks = Ranks(2, every=Seconds(1.0), fragments=fragments, overlap=overlap)
+    begin = 0.0
+
+    def late(steps):
+        clock[0] += 0.25
+        yield from steps
+
+    for fragment in range(fragments):
+        clock[0] = begin + (fragment + 1) / fragments  # the next fragment leaves
+        ranks.inner_step(noise(2, fragment))
+        first, second = (local.steps() for local in ranks.local)
+        simulate([first, late(second)])
+        for _ in range(overlap):
+            ranks.inner_step(noise(2, 9))
+            simulate([local.steps() for local in ranks.local])
+        begin += 1.25 if fragment + 1 == fragments else 0.25
+        assert [local.rounds.clock for local in ranks.local] == [begin, begin]
+    assert all(local.counters.exchanges == fragments for local in ranks.local)
+
+
 @pytest.mark.parametrize("inner", [torch.nn.Linear(2, 2), None, [], [torch.nn.Linear(2, 2)]])
 def test_what_is_no_optimizer_is_named(inner):
     with pytest.raises(
