@@ -1932,6 +1932,13 @@ MUTANTS = [
         "tests/zero/test_vertical.py -k over_ranks",
     ),
     Mutant(
+        "a state is loaded before a step that others have taken",
+        "integrations/ddp/hook.py",
+        "            self.stragglers.check_load()\n",
+        "            pass\n",
+        "tests/ddp/test_stragglers.py -k loaded_before",
+    ),
+    Mutant(
         "a rank that was late once is late in every round of seconds",
         "commpress/optim/local_updates.py",
         "            self.rounds.clock = flight.met - flight.turn\n",

@@ -775,7 +775,9 @@ class CompressedState(Stateful):
     def check(self, schedule: Mapping[str, Any]) -> None:
         """Accept every schedule, since a choice may continue from any other, but for gradients that
         this object would not send."""
-        if self.stragglers is None and OWED in schedule and bool(schedule[OWED].any()):
+        if self.stragglers is not None:
+            self.stragglers.check_load()
+        elif OWED in schedule and bool(schedule[OWED].any()):
             raise StateMismatch(
                 "the state holds gradients that were late and are to follow: pass wait=, as in the "
                 "run that saved it"

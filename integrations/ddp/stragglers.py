@@ -233,11 +233,18 @@ class Stragglers:
         every = (self.owed.get(name, torch.zeros(numel)) for name, numel in numels.items())
         return {OWED: torch.cat([torch.zeros(0), *every])}
 
+    def check_load(self) -> None:
+        """Raise ``InvalidArgument`` if a step that this rank has not begun was answered for it."""
+        if self._answered:
+            raise InvalidArgument(
+                f"a state is loaded before step {self._state.steps_done + 1}, which the other ranks "
+                "have taken and which was answered for this rank (wait=): load it on every rank "
+                "after the same number of steps"
+            )
+
     def restart(self, state: Mapping[str, Any]) -> None:
         """Owe what a loaded state says, and answer nothing until a whole backward has passed."""
         with self.lock:
-            for answered in self._answered:
-                answered.backward.abandon()
             self._known = []
             names, numels = zip(*state.get(OWING) or [("", 0)], strict=True)
             parts = state.get(OWED, torch.zeros(0)).split(numels)

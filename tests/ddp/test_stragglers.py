@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 from commpress.codecs import SignCodec
-from commpress.errors import PeerFailure, StateMismatch
+from commpress.errors import InvalidArgument, PeerFailure, StateMismatch
 from commpress.integrations.ddp.stragglers import IN_A_ROW, Stragglers
 from ddp_twin import Net, Plan, assert_equal, train, twin
 from ranks import caught, meet, nonsense, refused
@@ -307,6 +307,31 @@ def owing(folder, resumes):
         torch.save((elastic, owed), os.path.join(folder, f"{session.rank}.pt"))
     other = Session()
     return session.weights(), owed, caught(other.state.load_state_dict, state)
+
+
+def loaded_too_early():
+    """Rank 1 goes back to a state before a step that was answered for it."""
+    session = Session(wait=0.02)
+    session.warm()
+    state = session.state.state_dict()
+    if session.rank == 1:
+        time.sleep(0.4)
+    else:
+        session.step()
+    dist.barrier()
+    refusal = caught(session.state.load_state_dict, state) if session.rank else None
+    if session.rank:
+        session.step()
+    session.state.load_state_dict(state)
+    session.step()
+    return refusal, session.weights()
+
+
+def test_a_state_is_not_loaded_before_a_step_that_others_have_taken(pool):
+    (_, weights), (refusal, same) = pool.run(loaded_too_early)
+    assert isinstance(refusal, InvalidArgument)
+    assert f"before step {WARM + 1}" in str(refusal)
+    assert torch.equal(weights, same)
 
 
 def alone(elastic):
