@@ -237,8 +237,8 @@ class Stragglers:
         """Raise ``InvalidArgument`` if a step that this rank has not begun was answered for it."""
         if self._answered:
             raise InvalidArgument(
-                f"a state is loaded before step {self._state.steps_done + 1}, which other ranks have "
-                "taken and which was answered for this rank (wait=): load it on every rank "
+                f"a state is loaded before step {self._state.steps_done + 1}, which other ranks "
+                "have taken and which was answered for this rank (wait=): load it on every rank "
                 "after the same number of steps"
             )
 
