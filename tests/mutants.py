@@ -1925,9 +1925,23 @@ MUTANTS = [
         "tests/zero/test_vertical.py -k over_ranks",
     ),
     Mutant(
+        "a weight between blocks is updated by part of its gradient",
+        "integrations/zero/vertical.py",
+        "                        with self._streamed.holding_gradients(True):",
+        "                        with self._streamed.holding_gradients(waiting[unit] > 0):",
+        "tests/zero/test_vertical.py -k over_ranks_equal_those",
+    ),
+    Mutant(
+        "a weight that is used again after the last block is updated too early",
+        "integrations/zero/vertical.py",
+        " or any(n > 1 for n in self._around.values())",
+        "",
+        "tests/zero/test_vertical.py -k over_ranks_equal_those",
+    ),
+    Mutant(
         "all gradients are sent twice for one that was added in time",
         "integrations/zero/gradients.py",
-        "            self._again.discard((b, i))\n",
+        "        self._again.discard((b, i))\n",
         "",
         "tests/zero/test_vertical.py -k over_ranks",
     ),
@@ -1978,7 +1992,7 @@ MUTANTS = [
         "integrations/zero/gradients.py",
         "        if self._again:\n            super().finish()",
         "        if self._again:\n            pass",
-        "tests/zero/test_vertical.py -k over_ranks",
+        "tests/zero/test_partitioned.py -k after_its_bucket",
     ),
     Mutant(
         "sums of half precision are rounded each time",

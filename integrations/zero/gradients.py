@@ -67,15 +67,21 @@ class Gradients(BackwardBuckets):
         elif b < self._next or not self.syncing:
             self._again.add((b, i))
         else:
-            self._again.discard((b, i))
-            bucket, member = self.buckets[b], self.buckets[b].members[i]
-            gradient, member.parameter.grad = member.parameter.grad, None
-            assert bucket.buffer is not None
-            assert gradient is not None
-            member.view(bucket.buffer).add_(local(gradient))
+            self._add(b, i)
+
+    def _add(self, b: int, i: int) -> None:
+        """Add a gradient to the one in its bucket, which has not been sent."""
+        self._again.discard((b, i))
+        bucket, member = self.buckets[b], self.buckets[b].members[i]
+        gradient, member.parameter.grad = member.parameter.grad, None
+        assert bucket.buffer is not None
+        assert gradient is not None
+        member.view(bucket.buffer).add_(local(gradient))
 
     @torch.no_grad()
     def finish(self) -> None:
+        for b, i in [each for each in self._again if each[0] >= self._next]:
+            self._add(b, i)
         super().finish()
         if self._again:
             super().finish()

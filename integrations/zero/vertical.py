@@ -333,6 +333,7 @@ class Vertical:
         # by micro-batch and place in the graph: gradient of a block's input, and the first call
         self._wanted: dict[tuple[int, Any, int], list[Any]] = {}
         self._weights: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._around: Counter[tuple[int, StreamedModule]] = Counter()  # calls outside of blocks
         devices = dict.fromkeys(group.device for group in streamed.groups)
         self._cores = torch.get_num_threads()
         self._kinds = dict.fromkeys(["cpu", *(device.type for device in devices)])
@@ -427,7 +428,9 @@ class Vertical:
                         "element that depends on the model's parameters"
                     )
             self.losses[number] = loss.detach()
-            with self._streamed.holding_gradients(number < len(self._batches) - 1):
+            # a module that computes twice may get gradients from further back, too
+            more = number < len(self._batches) - 1 or any(n > 1 for n in self._around.values())
+            with self._streamed.holding_gradients(more):
                 torch.autograd.backward(loss, retain_graph=True)
 
         return body
@@ -472,7 +475,10 @@ class Vertical:
             alone = self._alone and number == 0
             if not alone and any(not group.present for group in unit.groups):
                 self._turns.wait_for(unit)
-            return self._begin(number, unit, (args, kwargs)) if unit.block else None
+            if unit.block:
+                return self._begin(number, unit, (args, kwargs))
+            self._around[number, unit] += 1
+            return None
 
         return arriving
 
@@ -561,8 +567,12 @@ class Vertical:
                 for calls in left:
                     if calls and calls[-1].unit is unit:
                         waiting[unit] -= 1
+                        call = calls.pop()
                         with self._streamed.holding_gradients(waiting[unit] > 0):
-                            self._backward_of(calls.pop())
+                            self._backward_of(call)
+                        # parameters between blocks may get more, from calls further back
+                        with self._streamed.holding_gradients(True):
+                            self._before(call)
 
     def _backward_of(self, call: BlockCall) -> None:
         name = self._names[call.unit.module]
@@ -589,7 +599,6 @@ class Vertical:
                 if one.edge is not None and leaf.grad is not None:
                     wanted = self._wanted[self._key(call, one.edge)]
                     wanted[0] = leaf.grad if wanted[0] is None else wanted[0] + leaf.grad
-        self._before(call)
 
     def _before(self, call: BlockCall) -> None:
         """Go backward through the graph that computed inputs of which this call was the first to

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import commpress
 from commpress.collectives.frame import HEADER
@@ -77,6 +78,27 @@ def reduced_every_time(stage):
 def test_accumulation_without_no_sync(pool):
     assert all(same for same, _ in pool.run(reduced_every_time, 1))
     assert all(error < 1e-4 for _, error in pool.run(reduced_every_time, 2))
+
+
+def used_twice(remember):
+    """Weights after a step through one block twice; with ``remember`` each use has a backward of
+    its own inside the backward."""
+    torch.manual_seed(0)
+    block, head = torch.nn.Linear(12, 12), torch.nn.Linear(12, 3)
+    parameters = [*block.parameters(), *head.parameters()]
+    optimizer = commpress.Partitioned(parameters, torch.optim.SGD, lr=0.1, bucket_mb=1e-5)
+    x = torch.randn(4, 12).mul_(1 + dist.get_rank()).requires_grad_()
+    for _ in range(2):
+        x = checkpoint(block, x, use_reentrant=True).tanh() if remember else block(x).tanh()
+    head(x).square().sum().backward()
+    optimizer.step()
+    return [p.detach().clone() for p in parameters]
+
+
+def test_a_gradient_that_comes_after_its_bucket_counts(pool):
+    for one, other in zip(pool.run(used_twice, True), pool.run(used_twice, False), strict=True):
+        for a, b in zip(one, other, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def with_errors(stage, options, at):
