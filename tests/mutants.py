@@ -613,15 +613,15 @@ MUTANTS = [
     Mutant(
         "a sparse code may move numbers behind the last of a class",
         "kernels/cpu/sources/exact_loops.py",
-        "            return -1, bit, rank, count\n        steps[0",
-        "            break\n        steps[0",
+        "if size > _READ or not 0 <= rank < members:\n            return -1, bit, rank, count",
+        "if size > _READ or not 0 <= rank < members:\n            break",
         "tests/weights/test_exact_code.py",
     ),
     Mutant(
         "a sparse code may say another count than its numbers have",
         "kernels/cpu/exact.py",
-        "    return moved == count",
-        "    return True",
+        "*rooms) == count",
+        "*rooms) >= 0",
         "tests/weights/test_exact_code.py",
     ),
     Mutant(
