@@ -2143,9 +2143,9 @@ MUTANTS = [
     ),
     Mutant(
         "an exact code of saved tensors ends after its first block",
-        "integrations/zero/saved_codec.py",
-        "            at += length",
-        "            pass",
+        "collectives/exact_rows.py",
+        "        at += length",
+        "        pass",
         "tests/zero/test_activations.py -k several_blocks",
     ),
     Mutant(
