@@ -653,6 +653,20 @@ MUTANTS = [
         "tests/weights/test_weights_http.py",
     ),
     Mutant(
+        "a late reader waits behind one that has the newest version",
+        "integrations/weights/places.py",
+        "        self._look_again(after, 0.0)  # not behind",
+        "        # not behind",
+        "tests/weights/test_weights_http.py -k late_reader",
+    ),
+    Mutant(
+        "a relay fetches what it is asked for again for each reader",
+        "integrations/weights/http_place.py",
+        "self._parts.pop(key, None) or self._readers.submit(fetch)",
+        "self._readers.submit(fetch)",
+        "tests/weights/test_weights_http.py -k cross_the_slow_link_once",
+    ),
+    Mutant(
         "a block is not compared with its hash",
         "integrations/weights/replay.py",
         "            if hash_of(content, part, block) != int(record.hashes[part][block]):",
