@@ -28,7 +28,7 @@ BLOCK = 1 << 17  # numbers that share a window of exponents
 EXPECTED = 16  # expect one escaped exponent in 16 numbers until a message has been measured
 STEPS = 64  # lengths of ``first`` between nothing and the numbers themselves: buffers are kept
 KINDS = {torch.bfloat16: exact_format.BFLOAT16, torch.float32: exact_format.FLOAT32}
-_TABLE = np.dtype("<u4")
+_LENGTH = np.dtype("<u4")
 
 
 def codes_exactly(tensor: torch.Tensor) -> bool:
@@ -42,23 +42,23 @@ def encode(values: torch.Tensor) -> np.ndarray:
     codes = [
         exact.encode(None, numbers[i : i + BLOCK], kind) for i in range(0, len(numbers), BLOCK)
     ]
-    lengths = np.array([*map(len, codes)], _TABLE)
-    return np.frombuffer(b"".join([lengths.tobytes(), *codes]), np.uint8)
+    lengths = np.array([*map(len, codes)], _LENGTH)
+    return np.frombuffer(bytearray().join([lengths.tobytes(), *codes]), np.uint8)
 
 
 def decode(code: np.ndarray, out: torch.Tensor) -> None:
     """Decode ``code`` into ``out``, a flat tensor. Raises if it is no code of this length."""
     kind, numbers = KINDS[out.dtype], _patterns(out)
-    at, lengths = _TABLE.itemsize * _blocks(len(numbers)), _lengths(code, len(numbers))
-    for i, length in enumerate(lengths.tolist()):
-        end = at + length
-        exact.decode(code[at:end].data, numbers[i * BLOCK : (i + 1) * BLOCK], kind)
-        at = end
+    at = _table(len(numbers))
+    for i, length in enumerate(_lengths(code, len(numbers))):
+        block = numbers[i * BLOCK : (i + 1) * BLOCK]
+        exact.decode(code[at : at + length].data, block, kind)
+        at += length
 
 
 def longest_code(numel: int, dtype: torch.dtype) -> int:
     """Return the greatest length of a code in bytes."""
-    return dtype.itemsize * numel + (1 + _TABLE.itemsize) * _blocks(numel)
+    return dtype.itemsize * numel + -(-numel // BLOCK) + _table(numel)
 
 
 class ExactMessage:
@@ -66,12 +66,11 @@ class ExactMessage:
     the first collective."""
 
     def __init__(self, start: int, stop: int, dtype: torch.dtype) -> None:
-        self.start, self.stop, self.dtype = start, stop, dtype
-        numel = stop - start
+        self.part, self.numel, self.dtype = slice(start, stop), (numel := stop - start), dtype
         self._step = 64 * -(-dtype.itemsize * numel // (64 * STEPS))
         blocks = [min(BLOCK, numel - i) for i in range(0, numel, BLOCK)]
         codes = sum(exact_format.exponent_bytes(block, KINDS[dtype]) for block in blocks)
-        self.expect(_TABLE.itemsize * len(blocks) + codes + numel // EXPECTED)
+        self.expect(_table(numel) + codes + numel // EXPECTED)
 
     def expect(self, length: int) -> None:
         """Set ``first`` for codes a little longer than ``length``, the same on every rank."""
@@ -84,11 +83,7 @@ class ExactMessage:
 
     def received(self, ranks: int) -> tuple[int, int]:
         """Return the number of elements of all rows; each is compressed."""
-        return ranks * (self.stop - self.start), 0
-
-    @property
-    def part(self) -> slice:
-        return slice(self.start, self.stop)
+        return ranks * self.numel, 0
 
 
 class Received(NamedTuple):
@@ -171,11 +166,10 @@ def exact_all_to_all(
     how: AllToAllCall = {"transport": transport, "way": call.get("way"), "sequence": sequence}
     yield from all_to_all(told, lengths, **how)
     for r, (length, answer) in enumerate(zip(told.tolist(), answers, strict=True)):
-        if not 0 <= length <= longest_code(answer.numel(), out.dtype):
+        if not 0 <= length <= (most := longest_code(answer.numel(), out.dtype)):
             raise Mismatch(
                 f"rank {r} told rank {rank} of a code of {length} bytes for {answer.numel()} "
-                f"elements of {out.dtype}, which has at most "
-                f"{longest_code(answer.numel(), out.dtype)}",
+                f"elements of {out.dtype}, which has at most {most}",
                 ranks=(r,),
             )
     inbox = torch.empty(int(told.sum()), dtype=torch.uint8)
@@ -215,30 +209,25 @@ def broadcast_sequences(numel: int, ranks: int, dtype: torch.dtype) -> int:
 
 
 def _gather(
-    row: torch.Tensor,
-    out: torch.Tensor,
-    message: ExactMessage,
-    call: Call,
-    learn: bool,
+    row: torch.Tensor, out: torch.Tensor, message: ExactMessage, call: Call, learn: bool
 ) -> Steps[Received]:
     transport, workspace, sequence = call[:3]
     start, first, ranks = perf_counter(), message.first, transport.size
     code = encode(row[message.part])
-    numel, flag = message.stop - message.start, torch.zeros(1, dtype=torch.uint8)
+    numel, flag = message.numel, torch.zeros(1, dtype=torch.uint8)
     head, mine = (workspace.rows(message.size, n, row.device) for n in (ranks, 1))
     mine.numpy()[0, HEADER : HEADER + len(code)] = code[:first]
     workspace.encoded(start)
     frame = Frame(ALL_GATHER, ranks, f"exact/{message.dtype.itemsize}", numel, sequence, first)
     yield from exchange(head, mine, frame, flag, transport, workspace)
     workspace.give_rows(mine)
-    table = _TABLE.itemsize * _blocks(numel)
-    lengths = [table + int(_lengths(code_of[HEADER:], numel).sum()) for code_of in head.numpy()]
+    lengths = [_table(numel) + sum(_lengths(row[HEADER:], numel)) for row in head.numpy()]
     longest, rest = max(lengths), None
     if longest > longest_code(numel, message.dtype):
         damaged = Corrupted(
-            f"rank {lengths.index(longest)} announced a code of {longest:,} bytes for {numel:,} "
-            f"numbers of {message.dtype}. Memory or network corrupt data; check both",
-            ranks=(lengths.index(longest),),
+            f"rank {(r := lengths.index(longest))} announced a code of {longest:,} bytes for "
+            f"{numel:,} numbers of {message.dtype}. Memory or network corrupt data; check both",
+            ranks=(r,),
         )
         transport.abandon(str(damaged))
         raise damaged
@@ -271,12 +260,12 @@ def _patterns(values: torch.Tensor) -> np.ndarray:
     return values.view(torch.uint8).numpy().view(f"u{values.itemsize}")
 
 
-def _blocks(numel: int) -> int:
-    return -(-numel // BLOCK)
+def _table(numel: int) -> int:
+    """Return the bytes of the lengths of its blocks' codes."""
+    return _LENGTH.itemsize * -(-numel // BLOCK)
 
 
-def _lengths(code: np.ndarray, numel: int) -> np.ndarray:
-    size = _TABLE.itemsize * _blocks(numel)
-    if len(code) < size:
+def _lengths(code: np.ndarray, numel: int) -> list[int]:
+    if len(code) < (size := _table(numel)):
         raise Damaged(f"the code of {numel:,} numbers has {len(code):,} bytes, at least {size:,}")
-    return code[:size].view(_TABLE).astype(np.int64)
+    return code[:size].view(_LENGTH).tolist()

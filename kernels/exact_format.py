@@ -31,9 +31,8 @@ The lower halves of float32 are stored unchanged between bytes and planes. A blo
 multiple of 64 by its own first numbers.
 
 The window is the first of those with the most numbers of a sample of the block, every n-th.
-The encoder takes the shortest form, with RAW as the last resort: a code is at most one byte longer
-than its block. ``tests/weights/exact_law.py`` implements the format in plain NumPy; ``cpu.exact``
-gives the same bytes.
+The encoder takes the shortest form, so a code is at most one byte longer than its block. In plain
+NumPy: ``tests/weights/exact_law.py``.
 """
 
 import struct

@@ -10,7 +10,9 @@ from commpress.cli.terminal import table, write_json
 from commpress.errors import CommunicationError, InvalidArgument
 from commpress.integrations.weights import mirror
 from commpress.integrations.weights.http_server import WeightServer
+from commpress.integrations.weights.receiver import Receiver
 from commpress.integrations.weights.weight_records import Version
+from commpress.integrations.zero.safetensors_file import save_safetensors
 from commpress.units import show_bytes
 
 NOTHING = "nothing is published there yet"
@@ -46,15 +48,15 @@ def pull(options: argparse.Namespace) -> int:
             sleep(AGAIN)
             continue
         if options.safetensors and version > saved:
-            saved = mirror.save_safetensors(
-                options.folder, options.safetensors, limit=options.limit
-            )
+            receiver = Receiver(options.folder, limit=options.limit)
+            receiver.prepare()
+            saved = receiver.install()
+            save_safetensors(receiver.weights, options.safetensors)
             say(f"version {saved} is in {options.safetensors}")
         if not options.follow:
-            break
+            say(f"{options.folder} has version {version}" if version else NOTHING)
+            return 0 if version else 1
         wait = PATIENCE
-    say(f"{options.folder} has version {version}" if version else NOTHING)
-    return 0 if version else 1
 
 
 def verify(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from commpress.errors import InvalidArgument, MissingPackage
 from commpress.integrations.observe.limited_server import LimitedServer, is_loopback, listening
 from commpress.integrations.observe.metrics import TOTALS, StepMetrics
-from commpress.integrations.weights.weight_metrics import WeightSample
+from commpress.integrations.weights.publisher import Report
 
 try:
     from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -126,7 +126,7 @@ class MetricsEndpoint:
                 )
         self._totals: dict[str, float] = dict.fromkeys(("steps", *TOTALS), 0)
         self._shown: tuple[dict[str, float], StepMetrics | None] = (dict(self._totals), None)
-        self._weights: WeightSample | None = None
+        self._weights: Report | None = None
         registry = CollectorRegistry()
         registry.register(self)  # takes any object with collect()
         self._server = _serve(host, port, make_wsgi_app(registry), timeout)
@@ -138,8 +138,8 @@ class MetricsEndpoint:
                 self.url,
             )
 
-    def __call__(self, sample: StepMetrics | WeightSample) -> None:
-        if isinstance(sample, WeightSample):
+    def __call__(self, sample: StepMetrics | Report) -> None:
+        if isinstance(sample, Report):
             self._weights = sample
             return
         self._totals["steps"] += sample.steps

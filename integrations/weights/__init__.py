@@ -4,7 +4,7 @@ from commpress.integrations.weights.http_server import WeightServer
 from commpress.integrations.weights.mirror import pull, stat, verify
 from commpress.integrations.weights.publisher import Publisher, Report
 from commpress.integrations.weights.receiver import Receiver
-from commpress.integrations.weights.weight_metrics import WeightMetrics, WeightSample
+from commpress.integrations.weights.weight_metrics import WeightMetrics
 from commpress.integrations.weights.weight_records import Version
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "Report",
     "Version",
     "WeightMetrics",
-    "WeightSample",
     "WeightServer",
     "pull",
     "stat",

@@ -1,7 +1,7 @@
 """Weights of a model as ranks hold them: boxes of tensors, and who publishes which of them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -29,13 +29,12 @@ def tensors_of(source: Source) -> Callable[[], Tensors]:
     """A call that gives the tensors as they are then; parameters and persistent buffers of a
     module."""
     if isinstance(source, torch.nn.Module):
-        return lambda: {
-            k: v
-            for k, v in source.state_dict(keep_vars=True).items()
-            if isinstance(v, torch.Tensor)
-        }
-    given = source if callable(source) else _named(source)
-    return lambda: given if isinstance(given, dict) else _named(given())
+        state = partial(source.state_dict, keep_vars=True)
+        return lambda: {k: v for k, v in state().items() if isinstance(v, torch.Tensor)}
+    if callable(source):
+        return lambda: _named(source())
+    named = _named(source)
+    return lambda: named
 
 
 def _named(given: Any) -> dict[str, torch.Tensor]:
@@ -94,7 +93,8 @@ class RankGather:
             outcome = call()
         except Exception as caught:
             error = caught
-        every = self._gathered([outcome, repr(error) if error else ""])
+        own = msgpack.packb([outcome, repr(error) if error else ""])
+        every = [msgpack.unpackb(each) for each in self._gathered(own)]
         if error is not None:
             raise error
         for rank, (_, message) in enumerate(every):
@@ -102,18 +102,16 @@ class RankGather:
                 raise StateMismatch(f"rank {rank} could not publish: {message}")
         return [outcome for outcome, _ in every]
 
-    def _gathered(self, own: list[Any]) -> list[Any]:
+    def _gathered(self, own: bytes) -> list[bytes]:
         if self._group is None:
             return [own]
         with torch.device("cpu"):
-            packed = torch.frombuffer(bytearray(msgpack.packb(own)), dtype=torch.uint8)
-            sizes = [torch.tensor([len(packed)]) for _ in range(self.size)]
+            sizes = [torch.tensor([len(own)]) for _ in range(self.size)]
             dist.all_gather(sizes, sizes[self.rank].clone(), group=self._group)
             rows = [torch.zeros(max(map(int, sizes)), dtype=torch.uint8) for _ in sizes]
-            rows[self.rank][: len(packed)] = packed
-            dist.all_gather(rows, rows[self.rank].clone(), group=self._group)
-        pairs = zip(rows, sizes, strict=True)
-        return [msgpack.unpackb(row[: int(size)].numpy().tobytes()) for row, size in pairs]
+            row = torch.frombuffer(bytearray(own.ljust(len(rows[0]))), dtype=torch.uint8)
+            dist.all_gather(rows, row, group=self._group)
+        return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def first(self, call: Callable[[], Any]) -> Any:
         """Run it on rank 0 alone; its result or error is that of all ranks."""
@@ -130,17 +128,15 @@ def layout_over(gather: RankGather, tensors: Tensors, dtype: torch.dtype | None)
     described, tied = dict[str, DescribedTensor](), dict[str, str]()
     holders: dict[tuple[str, Box], list[tuple[int, int]]] = {}
     tables = gather.together(lambda: _table(tensors, dtype, alone=gather.size == 1))
-    for rank, rows in enumerate(tables):
-        for name, tie, kind, *box, hashed in rows:
-            if tie:
-                tied[name] = tie
-                continue
+    for rank, (ties, rows) in enumerate(tables):
+        tied |= ties
+        for name, kind, *box, hashed in rows:
             shape, begin, size = map(tuple, box)
             own = DescribedTensor(name, kind, shape)
             if (found := described.setdefault(name, own)) != own:
                 raise InvalidArgument(
-                    f"{name!r} is {kind} of {shape} on rank {rank}, elsewhere {found.dtype} of "
-                    f"{found.shape}: tensors that differ by rank need names of their own"
+                    f"{name!r} is {own} on rank {rank}, elsewhere {found}: tensors that differ by "
+                    "rank need names of their own"
                 )
             holders.setdefault((name, (begin, size)), []).append((rank, hashed))
     load, numbers = [0] * gather.size, {name: i for i, name in enumerate(described)}
@@ -168,22 +164,23 @@ def layout_over(gather: RankGather, tensors: Tensors, dtype: torch.dtype | None)
     return layout
 
 
-def _table(tensors: Tensors, dtype: torch.dtype | None, *, alone: bool) -> list[list[Any]]:
-    """Return a row for each name: the name it is tied to, its type, shape and box, and a hash of
-    the part that other ranks may hold, too."""
-    first: dict[int, str] = {}
-    rows: list[list[Any]] = []
+def _table(
+    tensors: Tensors, dtype: torch.dtype | None, *, alone: bool
+) -> tuple[dict[str, str], list[list[Any]]]:
+    """Names with those that they are tied to; a row for each other: its type, shape and box, and a
+    hash of the part that other ranks may hold, too."""
+    first, tied, rows = dict[int, str](), dict[str, str](), list[list[Any]]()
     for name, tensor in tensors.items():
         if first.setdefault(id(tensor), name) != name:
-            rows.append([name, first[id(tensor)], "", (), (), (), 0])
+            tied[name] = first[id(tensor)]
             continue
         box, hashed = box_of(name, tensor), 0
         if not alone and not isinstance(tensor, DTensor):
             content = local(tensor).contiguous().view(-1).cpu().view(torch.uint8)
             hashed = checksum_of(content.numpy().data)
         kind = published_type(name, tensor, dtype)
-        rows.append([name, "", kind, tuple(tensor.shape), *box, hashed])
-    return rows
+        rows.append([name, kind, tuple(tensor.shape), *box, hashed])
+    return tied, rows
 
 
 def _shares(
@@ -195,9 +192,8 @@ def _shares(
         return [(min(ranks, key=lambda rank: load[rank]), 0, numel)] if numel else []
     row = numel // size[0]  # whole ones: readers write rows of different parts at once
     cuts = [size[0] * i // len(ranks) * row for i in range(len(ranks) + 1)]
-    return [
-        (rank, *cut) for rank, cut in zip(ranks, pairwise(cuts), strict=True) if cut[0] < cut[1]
-    ]
+    shares = zip(ranks, cuts[:-1], cuts[1:], strict=True)
+    return [share for share in shares if share[1] < share[2]]
 
 
 def published_type(name: str, tensor: torch.Tensor, wanted: torch.dtype | None) -> str:

@@ -5,26 +5,25 @@ number, the server by one over its answer and the reader's. So nobody else reads
 read from. Nothing is encrypted.
 """
 
-import os
+import threading
 import time
+from concurrent.futures import Future
+from functools import partial
 from hashlib import blake2b
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from urllib.parse import urlsplit
 
 from commpress.collectives.transports import run_key as keys
 from commpress.errors import CommunicationError, Corrupted, InvalidArgument
-from commpress.integrations.weights.places import HTTP, MOST, ReadablePlace, stored_place, url_of
-from commpress.integrations.weights.weight_records import HEAD_NAME, LONGEST_HEAD
+from commpress.integrations.weights import places
+from commpress.integrations.weights import weight_records as records
 
 SCHEME, CHALLENGE, PROOF_HEADER = "Commpress", "X-Commpress-Challenge", "X-Commpress-Proof"
 LONGEST_WAIT = 20.0  # seconds of an answer that waits for the next version
+TIMEOUT = 30.0
 TRIES, PAUSE = 3, 0.25  # after the first; seconds before the second, twice as many before the next
-
-
-def reading_place(source: str | os.PathLike[str], key: bytes | None) -> ReadablePlace:
-    """A source of versions by its folder or URL."""
-    text = url_of(source)
-    return HttpPlace(text, checked_key(key)) if text.startswith(HTTP) else stored_place(source)
+Part = tuple[bytes, int]  # and the size of the whole file
+KEPT = 1024  # parts of files that a relay keeps
 
 
 def checked_key(key: bytes | None) -> bytes | None:
@@ -48,12 +47,12 @@ def answered(status: int, total: int, body: bytes) -> bytes:
     return b"%d %d " % (status, total) + blake2b(body, digest_size=32).digest()
 
 
-class HttpPlace(ReadablePlace):
+class HttpPlace(places.ReadablePlace):
     """A server's versions; a connection for each request that is under way, opened again where it
     breaks."""
 
-    def __init__(self, url: str, key: bytes | None, *, timeout: float = 30.0) -> None:
-        super().__init__()
+    def __init__(self, url: str, key: bytes | None) -> None:
+        super().__init__(url)
         parts = urlsplit(url)
         try:
             self._at = str(parts.hostname), parts.port
@@ -61,35 +60,32 @@ class HttpPlace(ReadablePlace):
             raise InvalidArgument(f"{url!r} has no port that can be ({error})") from error
         if not parts.hostname or parts.username or parts.query or parts.path.strip("/"):
             raise InvalidArgument(f"{url!r} is no server, expected such as http://trainer:9500")
-        self._url, self._key, self._timeout = url, key, timeout
         self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        self._key = key
         self._idle: list[tuple[HTTPConnection, bytes]] = []  # and the server's last random number
-
-    def __str__(self) -> str:
-        return self._url
 
     def look(self, after: int, seconds: float) -> bytes:
         wait = f"?after={after}&seconds={min(seconds, LONGEST_WAIT):.3f}" if seconds > 0 else ""
-        return self.range(HEAD_NAME + wait, 0, LONGEST_HEAD)[0]
+        return HttpPlace.range(self, records.HEAD_NAME + wait, 0, records.LONGEST_HEAD)[0]
 
     def range(self, name: str, first: int, most: int) -> tuple[bytes, int]:
         for pause in (*(PAUSE * 2**i for i in range(TRIES)), None):
             try:  # another thread may take the last one meanwhile
-                wire = self._idle.pop()
+                wire, challenge = self._idle.pop()
             except IndexError:
-                wire = self._kind(*self._at, timeout=self._timeout), b""
+                wire, challenge = self._kind(*self._at, timeout=TIMEOUT), b""
             try:
-                found, total, challenge = self._ask(*wire, name, first, most)
+                found, total, challenge = self._ask(wire, challenge, name, first, most)
             except BaseException as error:
-                wire[0].close()
+                wire.close()
                 if not isinstance(error, (HTTPException, OSError)):
                     raise
                 if pause is None:
-                    what = f"{self._url} gave no {name} in {TRIES + 1} tries: {error!r}"
+                    what = f"{self} gave no {name} in {TRIES + 1} tries: {error!r}"
                     raise CommunicationError(what) from error
                 time.sleep(pause)
                 continue
-            self._idle.append((wire[0], challenge))
+            self._idle.append((wire, challenge))
             if found is None:
                 raise FileNotFoundError(name)
             return found, total
@@ -109,16 +105,16 @@ class HttpPlace(ReadablePlace):
                 headers["Authorization"] = f"{SCHEME} {own.hex()} {shown.hex()}"
             wire.request("GET", f"/{name}", headers=headers)
             response = wire.getresponse()
-            body = response.read(MOST + 1)
+            body = response.read(places.MOST + 1)
             challenge = _octets(response.headers.get(CHALLENGE, ""), keys.NONCE)
             if response.status != 401 or not challenge or "Authorization" in headers:
                 break
             if self._key is None:
                 cure = "set COMMPRESS_RUN_KEY, or pass key="
-                raise InvalidArgument(f"{self._url} asks for the key of the run: {cure}")
+                raise InvalidArgument(f"{self} asks for the key of the run: {cure}")
         if response.status == 401:
             cure = "both sides need the same COMMPRESS_RUN_KEY"
-            raise InvalidArgument(f"{self._url} has another key of the run: {cure}")
+            raise InvalidArgument(f"{self} has another key of the run: {cure}")
         end = response.headers.get("Content-Range", "").rpartition("/")[2]
         total = int(end) if end.isascii() and end.isdigit() and len(end) < 20 else 0
         if self._key is not None:
@@ -126,13 +122,50 @@ class HttpPlace(ReadablePlace):
             shown = _octets(response.headers.get(PROOF_HEADER, ""), keys.PROOF)
             if not keys.proves(shown, keys.proof(self._key, keys.DOOR, "", request, own, answer)):
                 what = "does not prove that it has the key of the run: nothing it sent is used"
-                raise Corrupted(f"{self._url} {what}")
+                raise Corrupted(f"{self} {what}")
         if response.status in (404, 416):
             return b"" if response.status == 416 else None, total, challenge
         if response.status != 206 or len(body) > most:
             what = f"{response.status} with {len(body):,} bytes of {name}, expected 206"
-            raise CommunicationError(f"{self._url} answered {what}")
+            raise CommunicationError(f"{self} answered {what}")
         return body, total, challenge
+
+
+class RelayPlace(HttpPlace):
+    """Versions of another server as a relay has them: each part of a file is fetched once, however
+    many ask for it, also while it is still on its way, and kept in memory."""
+
+    def __init__(self, url: str, key: bytes | None) -> None:
+        super().__init__(url, key)
+        self._parts = dict[tuple[str, str, int], Future[Part]]()  # the last one asked for is last
+        self._asking, self._run = threading.Lock(), ""
+
+    def look(self, after: int, seconds: float) -> bytes:
+        head = super().look(after, seconds)
+        self._run = records.unpack(records.HeadRecord, head).run  # files of another have its names
+        return head
+
+    def range(self, name: str, first: int, most: int) -> tuple[bytes, int]:
+        key, fetch = (self._run, name, first), partial(super().range, name, first, places.CHUNK)
+        with self._asking:
+            self._parts[key] = part = self._parts.pop(key, None) or self._readers.submit(fetch)
+            if len(self._parts) > KEPT:
+                del self._parts[next(iter(self._parts))]
+        try:
+            body, total = part.result()
+        except BaseException:
+            self._parts.pop(key, None)  # whoever comes next asks again
+            raise
+        return body[:most], total
+
+
+def reading_place(
+    source: places.StrPath, key: bytes | None, kind: type[HttpPlace] = HttpPlace
+) -> places.ReadablePlace:
+    """A source of versions by its folder or URL; ``kind``: of place for a server."""
+    if (text := places.url_of(source)).startswith(places.HTTP):
+        return kind(text, checked_key(key))
+    return places.stored_place(source)
 
 
 def _octets(text: str, count: int) -> bytes:

@@ -1,10 +1,8 @@
 """Serve published versions over HTTP, to readers that have the run's key."""
 
 import logging
-import os
 import re
 import socket
-from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler
 from time import monotonic
 from typing import Any
@@ -12,17 +10,7 @@ from typing import Any
 from commpress.collectives.transports.run_key import CALLER, DOOR, nonce, proof, proves
 from commpress.errors import CommpressError, InvalidArgument
 from commpress.integrations.observe.limited_server import LimitedServer, is_loopback, listening
-from commpress.integrations.weights import http_place
-from commpress.integrations.weights.places import (
-    HTTP,
-    MOST,
-    PART,
-    ObjectPlace,
-    ReadablePlace,
-    stored_place,
-    url_of,
-)
-from commpress.integrations.weights.relay import RelayPlace
+from commpress.integrations.weights import http_place, places
 from commpress.integrations.weights.weight_records import HEAD_NAME, is_plain, version_of
 
 log = logging.getLogger("commpress")
@@ -30,36 +18,33 @@ AT_ONCE = 256  # connections, a thread each; strangers make room first
 STRANGER_SECONDS = 5.0  # until a connection must have shown the key
 _RANGE = re.compile(r"bytes=(\d{1,19})-(\d{1,19})")
 _AUTHORIZATION = re.compile(rf"{http_place.SCHEME} ([0-9a-f]{{32}}) ([0-9a-f]{{64}})")
-_WAIT = re.compile(HEAD_NAME + r"\?after=(\d{1,15})&seconds=(\d{1,3}\.\d{3})")
+_HEAD = re.compile(HEAD_NAME + r"(?:\?after=(\d{1,15})&seconds=(\d{1,3}\.\d{3}))?")
 
 
 class WeightServer(LimitedServer):
     """``server = WeightServer("/shared/run1", port=9500)``; readers take
     ``Receiver("http://this-machine:9500")``.
 
-    ``source``: a folder of published versions or a copy, or the ``http://`` of another server, of
-    which this one is then a relay: each byte crosses the link between them once for all readers.
-    ``host``: an address of this machine. Without a key (``key`` or ``COMMPRESS_RUN_KEY``) only one
-    that others cannot reach. ``port``: 0 takes a free one. ``readers``: by address, the version
-    that each asked for last, and seconds since.
+    ``source``: a folder of published versions, or the ``http://`` of another server, of which this
+    one is then a relay. ``host``: an address of this machine; without a key (``key`` or
+    ``COMMPRESS_RUN_KEY``) one that others cannot reach. ``port``: 0 takes a free one. ``readers``:
+    by address, the version that each asked for last, and seconds since.
     """
 
     at_once, stranger_seconds = AT_ONCE, STRANGER_SECONDS
 
     def __init__(
         self,
-        source: str | os.PathLike[str],
+        source: places.StrPath,
         port: int = 0,
         *,
         host: str = "127.0.0.1",
         key: bytes | None = None,
     ) -> None:
-        key, text = http_place.checked_key(key), url_of(source)
-        self.key, self.sent_bytes, self.heard_from = key, 0, dict[str, tuple[int, float]]()
-        self.place: ReadablePlace = (
-            RelayPlace(text, key) if text.startswith(HTTP) else stored_place(source)
-        )
-        if isinstance(self.place, ObjectPlace):
+        self.key = key = http_place.checked_key(key)
+        self.sent_bytes, self.heard_from = 0, dict[str, tuple[int, float]]()
+        self.place = http_place.reading_place(source, key, http_place.RelayPlace)
+        if isinstance(self.place, places.ObjectPlace):
             raise InvalidArgument(f"source is {source!r}, which readers can read without a server")
 
         def listen(family: socket.AddressFamily, address: str) -> None:
@@ -96,10 +81,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         name, found = self.path.removeprefix("/"), _RANGE.fullmatch(self.headers.get("Range", ""))
-        wait = _WAIT.fullmatch(name)
-        if not (wait or is_plain(name)) or name.endswith(PART) or found is None:
-            self._answer(400, b"", {})
-            return
+        head = _HEAD.fullmatch(name)
+        if not (head or is_plain(name)) or name.endswith(places.PART) or found is None:
+            return self._answer(400, b"", {})
         first, last = int(found[1]), int(found[2])
         key, place, own = self.server.key, self.server.place, b""
         request = http_place.asked(name, first, last)
@@ -107,37 +91,34 @@ class _Handler(BaseHTTPRequestHandler):
             shown = _AUTHORIZATION.fullmatch(self.headers.get("Authorization", ""))
             own, given = map(bytes.fromhex, shown.groups()) if shown else (b"", b"")
             if not proves(given, proof(key, CALLER, "", request, self._challenge, own)):
-                self._answer(401, b"", {})
-                return
+                return self._answer(401, b"", {})
         self.server.heard(self.request, proven=True)
-        most, status, body, total = min(last - first + 1, MOST), 206, b"", 0
+        most, status, body, total = min(last - first + 1, places.MOST), 206, b"", 0
         try:
-            if wait:
-                whole = place.head(int(wait[1]), min(float(wait[2]), http_place.LONGEST_WAIT))
+            if head:
+                wait = min(float(head[2] or 0), http_place.LONGEST_WAIT)
+                whole = place.head(int(head[1] or 0), wait)
                 body, total = whole[first : first + most], len(whole)
             else:
                 body, total = place.range(name, first, most)
+            status = 206 if body else 416
         except CommpressError as error:  # of a relay, whose source has gone, or of a head
             log.warning("%s cannot be served: %s", name, error)
             status = 502
         except OSError:  # not there, or no file
             status = 404
-        if status == 206 and not body:
-            status = 416
-        headers = {}
-        if status in (206, 416):
-            at = f"{first}-{first + len(body) - 1}" if body else "*"
-            headers["Content-Range"] = f"bytes {at}/{total}"
+        at = f"{first}-{first + len(body) - 1}" if body else "*"
+        headers = {"Content-Range": f"bytes {at}/{total}"}
         if key is not None:
-            shown_too = proof(key, DOOR, "", request, own, http_place.answered(status, total, body))
-            headers[http_place.PROOF_HEADER] = shown_too.hex()
+            answer = http_place.answered(status, total, body)
+            headers[http_place.PROOF_HEADER] = proof(key, DOOR, "", request, own, answer).hex()
         self._answer(status, body, headers)
         self._note(name, len(body))
 
-    def _answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         if self.server.key is not None:
             self._challenge = nonce()  # each is good for one request
-            headers = {**headers, http_place.CHALLENGE: self._challenge.hex()}
+            headers[http_place.CHALLENGE] = self._challenge.hex()
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)

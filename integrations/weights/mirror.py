@@ -1,31 +1,26 @@
 """Copies of published versions, and what is in them: pull, verify, stat."""
 
-import os
 from collections.abc import Callable, Iterator
-
-import torch
 
 from commpress.checksum import Checksum
 from commpress.errors import Damaged, InvalidArgument
 from commpress.integrations.weights import version_log
 from commpress.integrations.weights import weight_records as records
 from commpress.integrations.weights.http_place import reading_place
-from commpress.integrations.weights.places import FolderPlace, ReadablePlace
-from commpress.integrations.weights.receiver import Receiver
+from commpress.integrations.weights.places import FolderPlace, ReadablePlace, StrPath
 from commpress.integrations.weights.replay import ReadAhead, Rebuilder
 from commpress.integrations.weights.weight_records import Version
-from commpress.integrations.zero.safetensors_file import Writer
 
 Told = Callable[[str], None]
 
 
-def stat(source: str | os.PathLike[str], *, key: bytes | None = None) -> list[Version]:
+def stat(source: StrPath, *, key: bytes | None = None) -> list[Version]:
     """Every version that can be had, by what its record says. ``key``: as of ``Receiver``."""
     return [record.facts for record in _versions(reading_place(source, key))]
 
 
 def verify(
-    source: str | os.PathLike[str], *, key: bytes | None = None, tell: Told = lambda _: None
+    source: StrPath, *, key: bytes | None = None, tell: Told = lambda _: None
 ) -> list[Version]:
     """Read every byte of every version, and rebuild all weights.
 
@@ -44,7 +39,7 @@ def verify(
             _rebuild(place, chain)
             chain = [record]
         found.append(record.facts)
-        tell(f"version {record.version}: {record.nbytes + record.anchor_nbytes:,} bytes")
+        tell(str(record))
     _rebuild(place, chain)
     return found
 
@@ -70,19 +65,16 @@ def _copied(place: ReadablePlace, file: records.PayloadFile) -> Iterator[bytes]:
         checksum.update(chunk)
         yield chunk
     if checksum.intdigest() != file.checksum:
-        raise Damaged(
-            f"{file.name} is not the file that was published: bytes are missing or changed; if it "
-            "is a copy's, remove the copy and pull it anew",
-            file=file.name,
-        )
+        what = "bytes are missing or changed; if it is a copy's, remove the copy and pull it anew"
+        raise Damaged(f"{file.name} is not the file that was published: {what}", file=file.name)
 
 
 # ---------------------------------------------------------------- copies
 
 
 def pull(
-    source: str | os.PathLike[str],
-    folder: str | os.PathLike[str],
+    source: StrPath,
+    folder: StrPath,
     *,
     key: bytes | None = None,
     wait: float = 0.0,
@@ -91,16 +83,12 @@ def pull(
     """Bring the folder's copy up to the source's newest version; returns its number, 0 if there is
     none. ``wait``: seconds for one to come, if the folder has the newest already.
 
-    A copy is published weights itself: readers and other copies may take it as their source, so a
-    slow link is crossed once for all of them. It may be interrupted at any byte: what is whole
-    stays, and the next call goes on. ``key``: as of ``Receiver``; ``tell``: called with a line on
-    each version.
+    It may be interrupted at any byte: what is whole stays, and the next call goes on. ``key``: as
+    of ``Receiver``; ``tell``: called with a line on each version.
     """
     place, copy = reading_place(source, key), FolderPlace(folder, make=True)
     if version_log.epochs(copy):
-        raise InvalidArgument(
-            f"{str(folder)!r} is a folder that a publisher writes to: name another"
-        )
+        raise InvalidArgument(f"{str(copy)!r} is a folder that a publisher writes to: name another")
     own = version_log.read_head(copy)
     held = version_log.read_version(copy, own.newest) if own else records.VersionRecord()
 
@@ -112,41 +100,16 @@ def pull(
         for record in version_log.followed(place, held, anchored, route):
             starts = anchored and record.version == route[0]  # from nothing that the copy has
             for file in (() if starts else record.differences) + record.anchors:
-                _bring(place, copy, file)
+                try:  # it may be there already
+                    for _ in _copied(copy, file):
+                        pass
+                except Damaged:
+                    copy.write(file.name, _copied(place, file))
             copy.write(records.version_name(record.version), [records.pack(record)])
             had = (*(each for each in had if each.version in kept and not starts), record.listed)
             version_log.write_head(copy, record, had)
-            tell(f"version {record.version}: {record.nbytes + record.anchor_nbytes:,} bytes")
+            tell(str(record))
         version_log.tidy(copy, had, head.epoch)
         return head.newest
 
     return version_log.up_to_date(place, bring, held, wait)
-
-
-def _bring(place: ReadablePlace, copy: FolderPlace, file: records.PayloadFile) -> None:
-    """Fetch a file, unless it is there and whole."""
-    try:
-        for _ in _copied(copy, file):
-            pass
-    except Damaged:
-        copy.write(file.name, _copied(place, file))
-
-
-def save_safetensors(
-    source: str | os.PathLike[str],
-    path: str | os.PathLike[str],
-    *,
-    key: bytes | None = None,
-    limit: int | str = "64GiB",
-) -> int:
-    """The newest version as one safetensors file, which appears when it is whole; returns its
-    number, 0 if there is none."""
-    receiver = Receiver(source, key=key, limit=limit)
-    if receiver.prepare() is None:
-        return 0
-    version = receiver.install()
-    weights: dict[str, torch.Tensor] = dict(receiver.weights)
-    with Writer(path, weights, {"version": str(version)}) as file:
-        for name, value in weights.items():
-            file.write(name, value)
-    return version

@@ -1,11 +1,12 @@
 """One rank's part of published weights: its copy of the last version, block by block."""
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +38,9 @@ class _Block(NamedTuple):
     numbers: NumberType
     copy: torch.Tensor
     beside: torch.Tensor | None
+
+    def parts(self, tensors: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        return [tensors[piece.tensor][piece.first : piece.last] for piece in self.pieces]
 
 
 class Compared(NamedTuple):
@@ -121,7 +125,9 @@ class OwnPart:
             if first:
                 copy[:] = new
             code = encode(copy, new, block.numbers.kind)
-        changed = len(new) if first else _changed(code, len(new))
+        changed = 0 if code[0] == SAME and not first else len(new)
+        if code[0] == SPARSE:
+            changed = SPARSE_HEAD.unpack_from(code)[2]
         return Compared(code, hash_of(new, self._rank, block.number), changed)
 
     def _fetch(
@@ -130,7 +136,7 @@ class OwnPart:
         """Compared where it lies: the places of numbers that changed and their values, or, where
         many did, all values."""
         numbers = block.numbers
-        new = torch.cat([part.to(beside) for part in _parts(block, tensors)])
+        new = torch.cat([part.to(beside) for part in block.parts(tensors)])
         at = (numbers.integers(new) != numbers.integers(beside)).nonzero().view(-1)
         beside.copy_(new)
         values, few = numbers.integers(beside), FEW * len(at) <= len(new)
@@ -157,16 +163,14 @@ class OwnPart:
 
         Tensor by tensor, so that no rank has more than one of them whole.
         """
-        theirs: dict[str, list[tuple[int, int, WeightPiece, slice]]] = {}
+        theirs, ours = defaultdict[str, list[Any]](list), defaultdict[int, list[Any]](list)
         for part, blocks in enumerate(earlier.blocks):
             for b, pieces in enumerate(blocks):
                 for piece, at in placed(pieces):
-                    name = earlier.layout.tensors[piece.tensor].name
-                    theirs.setdefault(name, []).append((part, b, piece, at))
-        ours: dict[int, list[tuple[_Block, WeightPiece, slice]]] = {}
+                    theirs[earlier.layout.tensors[piece.tensor].name].append((part, b, piece, at))
         for block in self._blocks:
             for piece, at in placed(block.pieces):
-                ours.setdefault(piece.tensor, []).append((block, piece, at))
+                ours[piece.tensor].append((block, piece, at))
         for number, wanted in ours.items():
             described = self._layout.tensors[number]
             whole, words = described.zeros(), described.numbers.words
@@ -187,29 +191,27 @@ class OwnPart:
         """This rank's values of every tensor that it publishes, flat, by the tensor's number."""
         tensors, found = self._tensors(), {}
         for piece in self._layout.parts[self._rank]:
-            name, kind, shape = described = self._layout.tensors[piece.tensor]
-            tensor, is_now = tensors.get(name), "missing"
-            if tensor is not None:
-                own, now = local(tensor), published_type(name, tensor, self._dtype)
+            described, is_now = self._layout.tensors[piece.tensor], "missing"
+            if (tensor := tensors.get(described.name)) is not None:
+                own, kind = local(tensor), published_type(described.name, tensor, self._dtype)
                 found[piece.tensor] = own.contiguous().view(-1)
-                is_now = f"{now} of {list(tensor.shape)}, {list(own.shape)} of it on this rank"
-                if (name, now, tensor.shape, own.shape) == (*described, piece.size):
+                now = described._replace(dtype=kind, shape=tuple(tensor.shape))
+                is_now = f"{now}, {list(own.shape)} of it on this rank"
+                if (now, own.shape) == (described, piece.size):
                     continue
             raise StateMismatch(
-                f"{name!r} is {is_now}; it was {kind} of {list(shape)}, {list(piece.size)} of it "
+                f"{described.name!r} is {is_now}; it was {described}, {list(piece.size)} of it "
                 "here: make a new Publisher for another model, or for one that is sharded anew"
             )
         for alias, name in self._layout.tied:
             if tensors.get(alias) is not tensors.get(name):
-                raise StateMismatch(
-                    f"{alias!r} and {name!r} were one tensor and are two: make a new Publisher for "
-                    "another model"
-                )
+                what = f"{alias!r} and {name!r} were one tensor and are two"
+                raise StateMismatch(f"{what}: make a new Publisher for another model")
         return found
 
     def _patterns(self, block: _Block, tensors: Mapping[int, torch.Tensor]) -> np.ndarray:
         """A block as it is published: the memory of the tensor itself, where that will do."""
-        parts, dtype = _parts(block, tensors), block.numbers.dtype
+        parts, dtype = block.parts(tensors), block.numbers.dtype
         if len(parts) == 1 and parts[0].is_cpu and parts[0].dtype == dtype:
             return block.numbers.patterns(parts[0])
         rooms = self._scratch.__dict__  # a fresh room each time would cost more than the copy
@@ -220,17 +222,6 @@ class OwnPart:
         return block.numbers.patterns(room[: at.stop])
 
 
-def _parts(block: _Block, tensors: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-    return [tensors[piece.tensor][piece.first : piece.last] for piece in block.pieces]
-
-
 def is_device(device: torch.device) -> bool:
     """True if weights there are compared there."""
     return device.type != "cpu"
-
-
-def _changed(code: bytes, numel: int) -> int:
-    """The numbers that a code changes."""
-    if code[0] == SPARSE:
-        return int(SPARSE_HEAD.unpack_from(code)[2])
-    return 0 if code[0] == SAME else numel

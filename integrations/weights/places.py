@@ -6,7 +6,7 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import inf
 from pathlib import Path
@@ -15,20 +15,25 @@ from time import monotonic, sleep
 from commpress.errors import InvalidArgument, MissingPackage
 from commpress.integrations.weights import weight_records as records
 
+StrPath = str | os.PathLike[str]
 HTTP = ("http://", "https://")  # URLs of servers
 PART = ".part"  # ends the names of files that are not whole yet
 AT_ONCE = 8  # parts of files that are read in the background at the same time
-MOST = 8 << 20  # bytes that are asked for at once
+CHUNK, MOST = 1 << 20, 8 << 20  # bytes of a file that are asked for at once, and at most
 LOOK = 0.05  # seconds between two looks for a newer version
 
 
 class ReadablePlace:
     """Files by name. FileNotFoundError for one that is not there."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: StrPath) -> None:
+        self._where = os.fspath(where)
         self._readers = ThreadPoolExecutor(AT_ONCE, "commpress-read")
         self._looking = threading.Lock()  # of the one that looks for those that wait
-        self._seen, self._newest, self._when = b"", 0, 0.0
+        self._seen, self._newest = b"", 0
+
+    def __str__(self) -> str:
+        return self._where
 
     def range(self, name: str, first: int, most: int) -> tuple[bytes, int]:
         """(bytes from ``first`` on, ``most`` of them or fewer; size of the whole file)."""
@@ -56,41 +61,34 @@ class ReadablePlace:
         it is. Of those that wait one looks, and the others learn it from that one."""
         if not isinstance(seconds, int | float) or not 0 <= seconds < inf:
             raise InvalidArgument(f"wait is {seconds!r}, expected seconds of at least 0")
-        if seconds <= 0 or self._newest > after:
+        if not seconds:
             return self.look(after, 0.0)
-        began = monotonic()
-        ends = began + seconds
-        if self._looking.acquire(timeout=seconds):
-            try:
-                while self._when < began or self._newest <= after:
-                    left = max(ends - monotonic(), 0.0)
-                    try:
-                        self.saw(self.look(after, left))
-                    except FileNotFoundError:
-                        if not left:
-                            raise
-                    if not left:
-                        break
+        ends = monotonic() + seconds
+        self._look_again(after, 0.0)  # not behind one that waits for a later version
+        while self._newest <= after and (left := ends - monotonic()) > 0:
+            if self._looking.acquire(timeout=left):
+                try:
                     if self._newest <= after:
-                        sleep(min(LOOK, left))
-            finally:
-                self._looking.release()
-        if not self._seen:
-            raise FileNotFoundError(records.HEAD_NAME)
-        return self._seen
+                        self._look_again(after, left)
+                finally:
+                    self._looking.release()
+        return self._seen or self.look(after, 0.0)
 
-    def saw(self, head: bytes) -> None:
-        """Keep a head for those that wait."""
-        if head != self._seen:
-            self._newest = records.unpack(records.HeadRecord, head).newest
-        self._seen, self._when = head, monotonic()
+    def _look_again(self, after: int, seconds: float) -> None:
+        try:
+            self._seen = self.look(after, seconds)
+            self._newest = records.unpack(records.HeadRecord, self._seen).newest
+        except FileNotFoundError:
+            self._seen, self._newest = b"", 0
+        if self._newest <= after:
+            sleep(min(LOOK, seconds))
 
 
 class FolderPlace(ReadablePlace):
     """A folder, which all ranks of a publisher see."""
 
-    def __init__(self, path: str | os.PathLike[str], *, make: bool = False) -> None:
-        super().__init__()
+    def __init__(self, path: StrPath, *, make: bool = False) -> None:
+        super().__init__(path)
         self._path = Path(path)
         if make:
             with contextlib.suppress(FileExistsError):  # perhaps as a file
@@ -100,19 +98,13 @@ class FolderPlace(ReadablePlace):
                 f"{str(path)!r} is no folder, expected one that a publisher writes to"
             )
 
-    def __str__(self) -> str:
-        return str(self._path)
-
     def range(self, name: str, first: int, most: int) -> tuple[bytes, int]:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # not to wait at a pipe
-        file = os.open(self._path / name, flags)
-        try:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # not to wait at a pipe
+        with _opened(self._path / name, flags) as file:
             found = os.fstat(file)
             if not stat.S_ISREG(found.st_mode):
                 raise FileNotFoundError(name)
             return os.pread(file, most, first), found.st_size
-        finally:
-            os.close(file)
 
     def write(self, name: str, chunks: Iterable[bytes], *, anew: bool = False) -> None:
         """Write a file whole or not at all; it is on the disk when this returns. It takes the place
@@ -126,17 +118,23 @@ class FolderPlace(ReadablePlace):
             (os.link if anew else os.rename)(draft, self._path / name)
         finally:
             draft.unlink(missing_ok=True)
-        folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
+        with _opened(self._path, os.O_RDONLY | os.O_DIRECTORY) as folder:
             os.fsync(folder)
-        finally:
-            os.close(folder)
 
     def names(self) -> list[str]:
         return os.listdir(self._path)
 
     def remove(self, name: str) -> None:
         (self._path / name).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    file = os.open(path, flags)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 class ObjectPlace(ReadablePlace):
@@ -148,7 +146,7 @@ class ObjectPlace(ReadablePlace):
     """
 
     def __init__(self, url: str, *, make: bool = False) -> None:
-        super().__init__()
+        super().__init__(url)
         try:
             from fsspec.core import url_to_fs
         except ImportError as error:
@@ -161,12 +159,9 @@ class ObjectPlace(ReadablePlace):
             raise InvalidArgument(
                 f"{url!r} cannot be opened ({error}), expected a folder, http:// or a URL of fsspec"
             ) from error
-        self._url, self._path = url, path.rstrip("/")
+        self._path = path.rstrip("/")
         if make:
             self._files.makedirs(self._path, exist_ok=True)
-
-    def __str__(self) -> str:
-        return self._url
 
     def range(self, name: str, first: int, most: int) -> tuple[bytes, int]:
         path = f"{self._path}/{name}"
@@ -195,14 +190,14 @@ class ObjectPlace(ReadablePlace):
 WeightPlace = FolderPlace | ObjectPlace
 
 
-def url_of(where: str | os.PathLike[str]) -> str:
+def url_of(where: StrPath) -> str:
     """A folder or URL as text."""
     if not where or not isinstance(where, str | os.PathLike):
         raise InvalidArgument(f"{where!r} is no place, expected a folder, http:// or another URL")
     return os.fspath(where)
 
 
-def stored_place(where: str | os.PathLike[str], *, make: bool = False) -> WeightPlace:
+def stored_place(where: StrPath, *, make: bool = False) -> WeightPlace:
     """A folder or an object store, by its URL; ``make``: for a publisher."""
     text = url_of(where)
     if text.startswith(HTTP):

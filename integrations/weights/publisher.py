@@ -4,7 +4,8 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
 from time import monotonic
 from typing import Literal, overload
 
@@ -17,7 +18,7 @@ from commpress.errors import InvalidArgument, StateMismatch, check_counts
 from commpress.integrations.weights import held_weights, version_log
 from commpress.integrations.weights import weight_records as records
 from commpress.integrations.weights.own_part import Compared, OwnPart
-from commpress.integrations.weights.places import stored_place
+from commpress.integrations.weights.places import StrPath, stored_place
 from commpress.integrations.weights.replay import Rebuilder
 from commpress.integrations.weights.weight_layout import WeightLayout
 from commpress.integrations.weights.weight_records import Version
@@ -25,42 +26,56 @@ from commpress.tiered_mem.store import TieredStore
 
 log = logging.getLogger("commpress")
 Scanned = list[Future[Compared]]
+_FIGURES = "bytes", "anchor_bytes", "dense_bytes", "density", "seconds", "scan_seconds", "ratio"
 _DENSE = 0.5  # of the weights' own bytes: from here on differences hardly pay
 
 
 @dataclass(frozen=True)
 class Report(Version):
-    """A version as its publisher knows it."""
+    """A version as its publisher knows it; ``WeightMetrics`` adds its readers."""
 
     seconds: float  # until the version could be had
     scan_seconds: float  # of them, those in which training stood still
+    behind: dict[str, int] = field(default_factory=dict)  # versions, by reader
+    asked: dict[str, float] = field(default_factory=dict)  # seconds since it did, by reader
+
+    @property
+    def step(self) -> int:
+        return self.version
+
+    @property
+    def ratio(self) -> float:
+        return self.dense_bytes / self.bytes if self.bytes else 1.0
+
+    def scalars(self) -> dict[str, float]:
+        """The figures, flat: ``bytes``, ``ratio``, ``behind/10.0.0.7`` and so on."""
+        behind = {f"behind/{name}": versions for name, versions in self.behind.items()}
+        asked = {f"asked/{name}": seconds for name, seconds in self.asked.items()}
+        return {name: getattr(self, name) for name in _FIGURES} | behind | asked
 
 
-class Publisher:
+class Publisher(AbstractContextManager["Publisher"]):
     """``publisher = Publisher(model, to="/shared/run1")``, then ``publisher.publish()`` after an
     optimizer step.
 
     - ``weights``: a module (its parameters and persistent buffers), names with tensors, or a
-      function that gives them, such as adapters alone or weights with adapters merged in. DTensors
-      of any placement are published shard by shard: no rank ever holds the whole.
+      function that gives them, such as adapters alone or weights with adapters merged in.
     - ``to``: a folder that all ranks see, or a URL of fsspec. If it holds a run of the same model,
       that run goes on.
     - ``dtype``: publish floats in another type, as ``torch.bfloat16`` of masters in float32.
     - ``anchor_every``: versions between two that readers can begin with; by default a new one is
       written when the differences since the last weigh as much as it does.
     - ``keep``: anchors that are kept; older versions are removed.
-    - ``store``: a ``TieredStore`` of this rank, in which its copy of its shard is kept; by default
-      in memory.
+    - ``store``: a ``TieredStore`` for the copy of this rank's shard; by default it is in memory.
     - ``process_group``: the ranks that hold the model together; the default group if there is one.
 
-    Collective: all ranks of the group construct it and call ``publish``. A rank keeps a copy of its
-    own shard.
+    Collective: all ranks of the group construct it and call ``publish``.
     """
 
     def __init__(
         self,
         weights: held_weights.Source,
-        to: str | os.PathLike[str],
+        to: StrPath,
         *,
         dtype: torch.dtype | None = None,
         anchor_every: int | None = None,
@@ -76,7 +91,7 @@ class Publisher:
         tensors = held_weights.tensors_of(weights)
         self._anchor_every, self._keep = anchor_every, keep
         self._pending: Future[None] | None = None
-        self._report: Report | None = None
+        self.report: Report | None = None  # on the last version that can be had
         self._failure: Exception | None = None
         self._gather = held_weights.RankGather(process_group)
         try:
@@ -107,11 +122,6 @@ class Publisher:
     def version(self) -> int:
         """The last version that can be had; 0 before the first."""
         return self._held.version
-
-    @property
-    def report(self) -> Report | None:
-        """The last version's that can be had, without waiting for the one that is under way."""
-        return self._report
 
     @overload
     def publish(self, version: int | None = None, *, wait: Literal[True] = True) -> Report: ...
@@ -152,7 +162,7 @@ class Publisher:
             except Exception as error:
                 self._failure = error
                 raise
-        return self._report
+        return self.report
 
     def close(self) -> None:
         """Wait for the version that is under way, and end the threads."""
@@ -163,9 +173,6 @@ class Publisher:
             self._background.shutdown()
             self._part.close()
             self._gather.close()
-
-    def __enter__(self) -> "Publisher":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -178,7 +185,7 @@ class Publisher:
         """Payload first, then the record, then the head; copies advance after that."""
         base, layout, compared = self._held, self._layout, list[Compared]()
 
-        def ready() -> tuple[int, bytes, int]:
+        def ready() -> tuple[int, int, list[int]]:
             if isinstance(scanned, Exception):
                 raise scanned
             version = base.version + 1 if asked is None else asked
@@ -186,11 +193,11 @@ class Publisher:
                 expected = f"expected a whole number above {base.version}, the last one"
                 raise InvalidArgument(f"version is {asked!r}, {expected}")
             compared.extend(each.result() for each in scanned)
-            hashed = np.array([each.hashed for each in compared], np.uint64).tobytes()
-            return version, hashed, sum(each.changed for each in compared)
+            changed = sum(each.changed for each in compared)
+            return version, changed, [each.hashed for each in compared]
 
         every = self._gather.together(ready)
-        version, *others = sorted({number for number, _, _ in every})
+        version, *others = sorted({number for number, *_ in every})
         if others:
             both = [version, *others]
             raise InvalidArgument(f"ranks publish versions {both}, expected one of them")
@@ -199,18 +206,15 @@ class Publisher:
         nbytes = sum(file.nbytes for file in differences)
         anchored = not base.version or self._anchor_due(nbytes)
         own = self._part.anchor_codes(codes)
-        anchors = self._written(version, own, anchor=True) if anchored else ()
-        record = records.VersionRecord(
-            base.run,
-            base.epoch,
-            version,
-            base.version,
-            base.digest,
-            sum(changed for _, _, changed in every),
-            tuple(np.frombuffer(hashed, np.uint64) for _, hashed, _ in every),
-            differences,
-            anchors,
-            layout,
+        record = base._replace(
+            version=version,
+            base=base.version,
+            base_digest=base.digest,
+            changed=sum(changed for _, changed, _ in every),
+            hashes=tuple(np.array(hashed, np.uint64) for *_, hashed in every),
+            differences=differences,
+            anchors=self._written(version, own, anchor=True) if anchored else (),
+            layout=layout,
         )
         versions = version_log.kept((*self._versions, record.listed), self._keep)
         self._gather.first(lambda: version_log.commit(self._place, record, versions))
@@ -222,30 +226,27 @@ class Publisher:
                 version_log.tidy(self._place, versions, base.epoch)
 
         self._gather.together(settle)  # a rank that could not would keep the others waiting later
-        self._held, self._versions, self._report = record, versions, report
+        self._held, self._versions, self.report = record, versions, report
         self._since = [record] if anchored else [*self._since, record]
         if not self._gather.rank and nbytes > _DENSE * report.dense_bytes:
-            log.warning(
-                "the differences of version %d have %.0f %% of the weights' bytes: they pay at "
-                "rates of fine-tuning, not of training from scratch",
-                version,
-                100 * nbytes / report.dense_bytes,
-            )
+            what = f"version {version} have {nbytes / report.dense_bytes:.0%} of the weights' bytes"
+            cure = "they pay at rates of fine-tuning, not of training from scratch"
+            log.warning("the differences of %s: %s", what, cure)
 
     def _anchor_due(self, nbytes: int) -> bool:
         anchor, *since = self._since
-        if self._anchor_every is None:
-            due = sum(record.nbytes for record in since) + nbytes >= anchor.anchor_nbytes
-        else:
-            due = len(self._since) >= self._anchor_every
-        return due or anchor.layout != self._layout
+        if anchor.layout != self._layout:
+            return True
+        if self._anchor_every is not None:
+            return len(self._since) >= self._anchor_every
+        return sum(record.nbytes for record in since) + nbytes >= anchor.anchor_nbytes
 
     def _written(
         self, version: int, codes: Iterable[bytes], *, anchor: bool
     ) -> tuple[records.PayloadFile, ...]:
         """Write this rank's file; those of all ranks."""
-        rank, sizes, checksum = self._gather.rank, list[int](), Checksum()
-        name = records.payload_name(version, rank, self._held.epoch, anchor=anchor)
+        sizes, checksum = list[int](), Checksum()
+        name = records.payload_name(version, self._gather.rank, self._held.epoch, anchor=anchor)
 
         def counted() -> Iterator[bytes]:
             for code in codes:
@@ -253,13 +254,13 @@ class Publisher:
                 checksum.update(code)
                 yield code
 
-        def write() -> tuple[str, int, bytes]:
+        def write() -> tuple[str, int, list[int]]:
             self._place.write(name, counted())
-            return name, checksum.intdigest(), np.array(sizes, np.uint64).tobytes()
+            return name, checksum.intdigest(), sizes
 
         return tuple(
-            records.PayloadFile(name, digest, np.frombuffer(packed, np.uint64))
-            for name, digest, packed in self._gather.together(write)
+            records.PayloadFile(name, digest, np.array(sizes, np.uint64))
+            for name, digest, sizes in self._gather.together(write)
         )
 
     # ------------------------------------------------------------- where an earlier publisher ended
@@ -280,10 +281,11 @@ class Publisher:
 
 def _difference(theirs: WeightLayout, ours: WeightLayout) -> str:
     """The first tensor in which two models differ."""
-    one, two = ({tensor.name: tensor for tensor in layout.tensors} for layout in (theirs, ours))
-    for name in sorted(one.keys() | two.keys()):
-        pair = [one.get(name), two.get(name)]
-        if pair[0] != pair[1]:
-            said = [f"{t.dtype} of {list(t.shape)}" if t else "absent" for t in pair]
-            return f"{name!r} is {said[0]} there and {said[1]} here"
-    return "with other tied names"
+    unlike = sorted({*theirs.tensors} ^ {*ours.tensors})
+    if not unlike:
+        return "with other tied names"
+    there, here = (
+        next((each for each in layout.tensors if each.name == unlike[0].name), "absent")
+        for layout in (theirs, ours)
+    )
+    return f"{unlike[0].name!r} is {there} there and {here} here"

@@ -1,7 +1,6 @@
 """Receive versions: decoded beside the live weights, verified, and put in place between two
 requests."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,7 +13,7 @@ from commpress.errors import Damaged, InvalidArgument, StateMismatch
 from commpress.integrations.weights import version_log
 from commpress.integrations.weights.held_weights import Source, box_of, local, tensors_of
 from commpress.integrations.weights.http_place import reading_place
-from commpress.integrations.weights.places import ReadablePlace
+from commpress.integrations.weights.places import ReadablePlace, StrPath
 from commpress.integrations.weights.replay import Rebuilder
 from commpress.integrations.weights.weight_layout import placed
 from commpress.integrations.weights.weight_records import HeadRecord, VersionRecord
@@ -36,11 +35,7 @@ class Receiver:
     """
 
     def __init__(
-        self,
-        source: str | os.PathLike[str],
-        *,
-        key: bytes | None = None,
-        limit: int | str = "64GiB",
+        self, source: StrPath, *, key: bytes | None = None, limit: int | str = "64GiB"
     ) -> None:
         self._place: ReadablePlace = reading_place(source, key)
         self._limit = parse_bytes(limit)
@@ -61,11 +56,6 @@ class Receiver:
 
     # ---------------------------------------------------------------- the next version
 
-    def newest(self) -> int:
-        """The newest version that can be had; 0 if there is none."""
-        head = version_log.read_head(self._place)
-        return head.newest if head else 0
-
     def prepare(self, version: int | None = None, *, wait: float = 0.0) -> int | None:
         """Fetch, decode and verify the newest version, or ``version``, while the live one goes on
         being used. ``wait``: seconds for a newer one to come, if there is none yet.
@@ -80,26 +70,26 @@ class Receiver:
     def _prepare(self, version: int | None, head: HeadRecord | None) -> int | None:
         if head is None:
             return None
-        target = head.newest if version is None else version
-        if target not in {each.version for each in head.versions}:
-            kept = ", ".join(str(each.version) for each in head.versions[-8:])
-            raise InvalidArgument(f"version is {version!r}, expected one that is kept: …, {kept}")
-        if target < self.version or (target == self.version and version is not None):
-            what = f"version {target} was applied already: version {self.version} is held"
+        target, held = head.newest if version is None else version, self._held
+        if target not in (kept := [each.version for each in head.versions]):
+            some = ", ".join(map(str, kept[-8:]))
+            raise InvalidArgument(f"version is {version!r}, expected one that is kept: …, {some}")
+        if version is not None and target <= held.version:
+            what = f"version {target} was applied already: version {held.version} is held"
             raise StateMismatch(what)
-        if target == self.version:
+        if target == held.version:
             there = version_log.read_version(self._place, target).digest
-            if there != self._held.digest:
+            if there != held.digest:
                 raise StateMismatch(
                     f"version {target} there has digest {there:016x}, the one held here "
-                    f"{self._held.digest:016x}: make a new Receiver"
+                    f"{held.digest:016x}: make a new Receiver"
                 )
             return None
         try:
-            self._rebuild(*head.route(target, self.version))
+            self._rebuild(*head.route(target, held.version))
         except Damaged:
             anchored, route = head.route(target, 0)
-            if not self.version or route[0] <= self.version:
+            if not held.version or route[0] <= held.version:
                 raise
             self._rebuild(anchored, route)
         return target
@@ -208,8 +198,7 @@ def _pairs(
     if any(not isinstance(source, str) for source in mapping.values()):
         return  # nobody knows which of them a function takes
     used = {id(named[str(mapping.get(name, name))]) for name in targets}
-    if unused := [name for name, value in named.items() if id(value) not in used]:
-        raise StateMismatch(
-            f"{unused[0]!r} is published, and the model has no such tensor: mapping= can say where "
-            "it belongs"
-        )
+    for name, value in named.items():
+        if id(value) not in used:
+            cure = "mapping= can say where it belongs"
+            raise StateMismatch(f"{name!r} is published, and the model has no such tensor: {cure}")

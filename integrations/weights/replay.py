@@ -9,12 +9,10 @@ import torch
 
 from commpress.checksum import checksum_of
 from commpress.errors import Damaged
-from commpress.integrations.weights.places import AT_ONCE, ReadablePlace
+from commpress.integrations.weights.places import AT_ONCE, CHUNK, ReadablePlace
 from commpress.integrations.weights.weight_layout import host_zeros
 from commpress.integrations.weights.weight_records import PayloadFile, VersionRecord
 from commpress.kernels.cpu.exact import decode
-
-CHUNK = 1 << 20  # bytes of a file that are asked for at once
 
 
 @dataclass(eq=False)
@@ -26,35 +24,28 @@ class ReadAhead:
     _ahead: int = AT_ONCE
 
     def __post_init__(self) -> None:
-        self._ends = np.cumsum(self._file.sizes).tolist()
+        self._ends = [0, *np.cumsum(self._file.sizes).tolist()]
         self._coming = dict[int, Future[bytes]]()
-        self._ask(0)
-
-    def _ask(self, first: int) -> None:
-        for start in range(first, min(first + self._ahead * CHUNK, self._file.nbytes), CHUNK):
-            if start not in self._coming:
-                self._coming[start] = self._place.begin(self._file.name, start, CHUNK)
+        self.read(0, 0)
 
     def __iter__(self) -> Iterator[bytes]:
-        for first in range(0, self._file.nbytes, CHUNK):
-            yield self.read(first, min(first + CHUNK, self._file.nbytes))
+        for first in range(0, self._ends[-1], CHUNK):
+            yield self.read(first, min(first + CHUNK, self._ends[-1]))
 
     def code(self, block: int) -> bytes:
         """The code of a block."""
-        return self.read(self._ends[block - 1] if block else 0, self._ends[block])
+        return self.read(self._ends[block], self._ends[block + 1])
 
     def read(self, first: int, end: int) -> bytes:
         """Its bytes from ``first`` to ``end``; Damaged if it does not have them."""
-        starts = range(first // CHUNK * CHUNK, end, CHUNK)
-        self._coming = {at: each for at, each in self._coming.items() if at >= starts[0]}
-        for start in starts:
-            self._ask(start)
-        name = self._file.name
+        name, begin, start = self._file.name, self._place.begin, first // CHUNK * CHUNK
+        ahead = range(start, min(end + self._ahead * CHUNK, self._ends[-1]), CHUNK)
+        self._coming = {at: self._coming.get(at) or begin(name, at, CHUNK) for at in ahead}
         try:
-            content = b"".join(self._coming[start].result() for start in starts)
+            content = b"".join(self._coming[at].result() for at in range(start, end, CHUNK))
         except FileNotFoundError as error:
             raise Damaged(f"{name} is not there", file=name) from error
-        found = content[first - starts[0] : end - starts[0]]
+        found = content[first - start : end - start]
         if len(found) < end - first:
             raise Damaged(f"{name} ends before byte {end:,}", file=name)
         return found
@@ -80,12 +71,9 @@ class Rebuilder:
         self._recent: dict[int, tuple[int, torch.Tensor]] = {}
         share = max(1, AT_ONCE // (len(versions) * max(len(layout.parts), 1)))
         files = [record.differences for record in versions]
-        if anchored:
-            files[0] = versions[0].anchors
-        self._steps = [
-            (record, [ReadAhead(place, file, share) for file in each])
-            for record, each in zip(versions, files, strict=True)
-        ]
+        files[0] = versions[0].anchors if anchored else files[0]
+        ahead = [[ReadAhead(place, file, share) for file in each] for each in files]
+        self._steps = list(zip(versions, ahead, strict=True))
 
     def into(self, part: int, block: int, target: torch.Tensor) -> None:
         """``target``, the block before if there is no anchor, becomes that of the last version.

@@ -3,6 +3,7 @@ one writer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import count
 from typing import TypeVar
 from uuid import uuid4
 
@@ -54,8 +55,7 @@ def up_to_date(
             return call(head)
         except Damaged:
             before, head = head, read_head(place)
-            same = head is None or before is None or head.versions == before.versions
-            if same or not turn:
+            if head in (None, before) or not turn:
                 raise
     raise AssertionError
 
@@ -92,10 +92,8 @@ def followed(
 def check_run(held: VersionRecord, new: VersionRecord | HeadRecord) -> None:
     """StateMismatch for weights of another run, or of a publisher that another has followed."""
     if held.run and new.run != held.run:
-        raise StateMismatch(
-            f"these are weights of run {new.run}, expected run {held.run}: make a new Receiver to "
-            "begin with that run"
-        )
+        cure = "make a new Receiver to begin with that run"
+        raise StateMismatch(f"these are weights of run {new.run}, expected run {held.run}: {cure}")
     if new.epoch < held.epoch:
         raise StateMismatch(
             f"this was published in epoch {new.epoch}, epoch {held.epoch} was seen before: an old "
@@ -107,8 +105,6 @@ def check_follows(held: VersionRecord, record: VersionRecord) -> None:
     """StateMismatch, with the reason, unless the differences of ``record`` lead on from what is
     held."""
     what = f"the differences of version {record.version}"
-    if record.version <= held.version:
-        raise StateMismatch(f"{what} were applied already: version {held.version} is held")
     if record.base != held.version:
         raise StateMismatch(
             f"{what} are from version {record.base}, but version {held.version} is held: apply "
@@ -129,12 +125,11 @@ def check_follows(held: VersionRecord, record: VersionRecord) -> None:
 def claim(place: WeightPlace) -> tuple[int, str, Versions]:
     """(epoch, run, versions): from now on, publishers of earlier epochs cannot commit."""
     head = read_head(place)
-    epoch = 1 + max([*epochs(place), head.epoch if head else 0])  # a copy has no other sign of them
-    while True:
+    last = max([*epochs(place), head.epoch if head else 0])  # a copy has no other sign of them
+    for epoch in count(last + 1):
         with suppress(FileExistsError):
             place.write(f"{EPOCH}{epoch}", [], anew=True)
             break
-        epoch += 1
     old = {f"{EPOCH}{earlier}" for earlier in epochs(place) if earlier < epoch - 1}
     for name in place.names():
         if name in old or name.endswith(PART):  # drafts, of publishers that were killed

@@ -5,18 +5,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    TrainerInitInfo,
-    TrainerWeightTransferEngine,
-    WeightSource,
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
+from vllm.distributed.weight_transfer import base
+from vllm.model_executor.model_loader import reload
 
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.weights.publisher import Publisher
@@ -24,7 +14,7 @@ from commpress.integrations.weights.receiver import Receiver
 
 
 @dataclass
-class ReaderInitInfo(WeightTransferInitInfo):
+class ReaderInitInfo(base.WeightTransferInitInfo):
     """``source`` and ``limit`` as ``Receiver`` takes them; the key is COMMPRESS_RUN_KEY."""
 
     source: str
@@ -32,13 +22,13 @@ class ReaderInitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class ReaderUpdateInfo(WeightTransferUpdateInfo):
+class ReaderUpdateInfo(base.WeightTransferUpdateInfo):
     """The version to load; None for the newest."""
 
     version: int | None = None
 
 
-class WeightReaderEngine(WeightTransferEngine[ReaderInitInfo, ReaderUpdateInfo]):
+class WeightReaderEngine(base.WeightTransferEngine[ReaderInitInfo, ReaderUpdateInfo]):
     """Loads versions under the names of the checkpoint, through the model's ``load_weights``.
 
     A version is fetched and verified before the model is touched. Every worker holds all weights in
@@ -49,10 +39,8 @@ class WeightReaderEngine(WeightTransferEngine[ReaderInitInfo, ReaderUpdateInfo])
     update_info_cls = ReaderUpdateInfo
     supports_draft_weight_update = False
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.receiver: Receiver | None = None
-        self._updating, self._loaded = False, 0
+    receiver: Receiver | None = None
+    _updating, _loaded = False, 0
 
     def init_transfer_engine(self, init_info: ReaderInitInfo) -> None:
         self.receiver = Receiver(init_info.source, limit=init_info.limit)
@@ -61,23 +49,23 @@ class WeightReaderEngine(WeightTransferEngine[ReaderInitInfo, ReaderUpdateInfo])
         self._updating = True
 
     def receive_weights(self, update_info: ReaderUpdateInfo) -> None:
-        if self.receiver is None or not self._updating:
+        receiver, version = self.receiver, update_info.version
+        if receiver is None or not self._updating:
             raise StateMismatch(
                 "receive_weights was called before init_transfer_engine and start_weight_update: "
                 "call these first"
             )
-        receiver, version = self.receiver, update_info.version
         # one that could not be loaded may be asked for again
         if (version is None or version != receiver.version) and receiver.prepare(version):
             receiver.install()
         if self._loaded == receiver.version:
             return
         self._loaded = 0
-        initialize_layerwise_reload(self.model)
+        reload.initialize_layerwise_reload(self.model)
         try:
             self.model.load_weights(iter(receiver.weights.items()))
         finally:
-            finalize_layerwise_reload(self.model, self.model_config)
+            reload.finalize_layerwise_reload(self.model, self.model_config)
         self._loaded = receiver.version
 
     def finish_weight_update(self) -> None:
@@ -88,7 +76,7 @@ class WeightReaderEngine(WeightTransferEngine[ReaderInitInfo, ReaderUpdateInfo])
 
 
 @dataclass
-class PublisherInitInfo(TrainerInitInfo):
+class PublisherInitInfo(base.TrainerInitInfo):
     """``to`` and ``dtype`` (such as "bfloat16") as ``Publisher`` takes them. ``source``, ``limit``:
     for the workers' receivers; by default they read what ``to`` names."""
 
@@ -99,7 +87,7 @@ class PublisherInitInfo(TrainerInitInfo):
     limit: int | str = "64GiB"
 
 
-class WeightPublisherEngine(TrainerWeightTransferEngine[PublisherInitInfo]):
+class WeightPublisherEngine(base.TrainerWeightTransferEngine[PublisherInitInfo]):
     """Publishes on every trainer rank; rank 0 tells the workers.
 
     ``source`` is a module or whatever else ``Publisher`` takes, whose shards are published as they
@@ -118,7 +106,7 @@ class WeightPublisherEngine(TrainerWeightTransferEngine[PublisherInitInfo]):
         dtype = None if init_info.dtype is None else getattr(torch, init_info.dtype, None)
         if init_info.dtype is not None and not isinstance(dtype, torch.dtype):
             raise InvalidArgument(f"dtype is {init_info.dtype!r}, expected such as 'bfloat16'")
-        gathers = isinstance(source, WeightSource)
+        gathers = isinstance(source, base.WeightSource)
         weights = (lambda: dict(source.iter_full())) if gathers else source
         sender = init_info.is_sender
         engine = cls(client=client, source=source, is_sender=sender, rank=init_info.rank)

@@ -64,17 +64,15 @@ class DescribedTensor(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"{self.dtype} of {list(self.shape)}"
+
     @property
     def numbers(self) -> NumberType:
         return NUMBERS[self.dtype]
 
     def zeros(self) -> torch.Tensor:
         return host_zeros(self.shape, self.numbers.dtype)
-
-    def check(self) -> None:
-        expect(self.dtype in NUMBERS, "a type")
-        expect(len(self.shape) <= MOST_DIMS, "a shape")
-        expect(prod(max(n, 1) for n in self.shape) <= MOST_ELEMENTS, "a shape")
 
 
 class WeightPiece(NamedTuple):
@@ -113,12 +111,9 @@ class WeightPiece(NamedTuple):
     def _slab(self, tensor: torch.Tensor) -> tuple[torch.Tensor, slice]:
         """The rows of the box that it lies in, as a view, and its place in them."""
         box = tensor[tuple(slice(b, b + n) for b, n in zip(self.begin, self.size, strict=True))]
-        if not self.size:
-            return box, slice(self.first, self.last)
         row = prod(self.size[1:])
-        start = self.first // row
-        skipped = start * row
-        return box[start : -(-self.last // row)], slice(self.first - skipped, self.last - skipped)
+        start, inside = self.first // row, slice(self.first % row, self.first % row + self.numel)
+        return (box if self.size else box.view(1))[start : -(-self.last // row)], inside
 
 
 def placed(block: Sequence[WeightPiece]) -> Iterator[tuple[WeightPiece, slice]]:
@@ -168,21 +163,15 @@ class WeightLayout(NamedTuple):
                 room -= cut.numel
         return found
 
-    def check_blocks(self, counts: Sequence[int]) -> None:
-        """ValueError unless the parts have so many."""
-        expect(len(self.parts) == len(counts), "other parts than its layout")
-        for part, count in enumerate(counts):
-            numel = sum(piece.numel * self.numbers(piece).words for piece in self.parts[part])
-            fits = numel <= count * BLOCK and len(self.blocks(part)) == count
-            expect(fits, "other blocks than its layout")
-
     def check(self) -> None:
         """ValueError unless it is whole."""
         names = {tensor.name for tensor in self.tensors}
         expect(len(names) == len(self.tensors), "two tensors of one name")
         expect(all(of in names and alias not in names for alias, of in self.tied), "a tied name")
         for tensor in self.tensors:
-            tensor.check()
+            expect(tensor.dtype in NUMBERS, "a type")
+            expect(len(tensor.shape) <= MOST_DIMS, "a shape")
+            expect(prod(max(n, 1) for n in tensor.shape) <= MOST_ELEMENTS, "a shape")
         left = [prod(tensor.shape) for tensor in self.tensors]
         for piece in (piece for part in self.parts for piece in part):
             expect(piece.tensor < len(left), "a piece of no tensor")

@@ -1,38 +1,12 @@
 """Metrics of published weights, into the sinks of ``commpress.Metrics``."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import replace
 from typing import Any
 
 from commpress.errors import InvalidArgument
 from commpress.integrations.weights.http_server import WeightServer
 from commpress.integrations.weights.publisher import Publisher, Report
-
-FIGURES = "bytes", "anchor_bytes", "dense_bytes", "density", "seconds", "scan_seconds", "ratio"
-
-
-@dataclass(frozen=True)
-class WeightSample(Report):
-    """One version. By reader: the versions ``behind``, and seconds since it ``asked``."""
-
-    behind: dict[str, int] = field(default_factory=dict)
-    asked: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def step(self) -> int:
-        return self.version
-
-    @property
-    def ratio(self) -> float:
-        return self.dense_bytes / self.bytes if self.bytes else 1.0
-
-    def scalars(self) -> dict[str, float]:
-        """All but the version, flat: ``bytes``, ``behind/10.0.0.7`` and so on."""
-        return {name: getattr(self, name) for name in FIGURES} | {
-            f"{figure}/{reader}": value
-            for figure, readers in (("behind", self.behind), ("asked", self.asked))
-            for reader, value in readers.items()
-        }
 
 
 class WeightMetrics:
@@ -51,21 +25,17 @@ class WeightMetrics:
     ) -> None:
         if not to or callable(to):
             raise InvalidArgument(f"to is {to!r}, expected sinks such as [print]")
-        self._publisher, self._server, self._to = publisher, server, list(to)
-        self._told = 0
+        self._publisher, self._server, self._to, self._told = publisher, server, list(to), 0
 
-    def step(self) -> WeightSample | None:
-        """The sample of the newest version that can be had, unless the sinks have it already."""
+    def step(self) -> Report | None:
+        """The report of the newest version that can be had, unless the sinks have it already."""
         report = self._publisher.report
         if report is None or report.version == self._told:
             return None
-        readers = {} if self._server is None else self._server.readers
-        sample = WeightSample(
-            **asdict(report),
-            behind={name: report.version - version for name, (version, _) in readers.items()},
-            asked={name: seconds for name, (_, seconds) in readers.items()},
-        )
+        readers = ({} if self._server is None else self._server.readers).items()
+        behind = {name: report.version - version for name, (version, _) in readers}
+        report = replace(report, behind=behind, asked={name: ago for name, (_, ago) in readers})
         for sink in self._to:
-            sink(sample)
+            sink(report)
         self._told = report.version
-        return sample
+        return report

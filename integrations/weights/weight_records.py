@@ -100,6 +100,9 @@ class VersionRecord(NamedTuple):
     anchors: tuple[PayloadFile, ...] = ()
     layout: WeightLayout = WeightLayout()
 
+    def __str__(self) -> str:
+        return f"version {self.version}: {self.nbytes + self.anchor_nbytes:,} bytes"
+
     @property
     def digest(self) -> int:
         return checksum_of(b"".join(map(_packed, self.hashes)))
@@ -124,16 +127,9 @@ class VersionRecord(NamedTuple):
 
     @property
     def facts(self) -> Version:
-        return Version(
-            self.version,
-            self.base,
-            self.epoch,
-            self.nbytes,
-            self.anchor_nbytes,
-            self.layout.nbytes,
-            self.changed / max(self.layout.numel, 1),
-            len(self.hashes),
-        )
+        density, dense = self.changed / max(self.layout.numel, 1), self.layout.nbytes
+        about = self.version, self.base, self.epoch
+        return Version(*about, self.nbytes, self.anchor_nbytes, dense, density, len(self.hashes))
 
     def check(self) -> None:
         """ValueError unless it is whole."""
@@ -142,11 +138,13 @@ class VersionRecord(NamedTuple):
             expect([len(file.sizes) for file in files] == self.blocks, "other blocks")
         for file in self.differences + self.anchors:
             expect(is_plain(file.name), "a file")
-            expect(bool(((file.sizes > 0) & (file.sizes <= LONGEST_BLOCK)).all()), "a code's size")
+            expect(bool((file.sizes <= LONGEST_BLOCK).all()), "a code's size")
         if self.anchors:
             self.layout.check()
-            self.layout.check_blocks(self.blocks)
-        starts = self.anchors or (self.differences and self.base and not self.layout.parts)
+            expect(self.layout.numel <= BLOCK * sum(self.blocks), "more numbers than its blocks")
+            blocks = [len(self.layout.blocks(part)) for part in range(len(self.layout.parts))]
+            expect(blocks == self.blocks, "other blocks than its layout")
+        starts = self.anchors or (self.differences and self.base)
         expect(self.base < self.version and bool(starts), "a base")
 
 

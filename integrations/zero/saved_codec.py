@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from commpress.codecs import Codec
 from commpress.codecs.exponents import ExponentCodec
+from commpress.collectives import exact_rows
 from commpress.errors import InvalidArgument
 from commpress.integrations.pipeline.edge_codec import (
     RowCodec,
@@ -15,11 +15,7 @@ from commpress.integrations.pipeline.edge_codec import (
     edge_codec,
     encoded,
 )
-from commpress.kernels import exact_format as law
-from commpress.kernels.cpu import exact
 
-KINDS = {torch.bfloat16: law.BFLOAT16, torch.float32: law.FLOAT32}
-INTEGERS = {torch.bfloat16: np.uint16, torch.float32: np.uint32}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST = 1e38  # codecs of few bits overflow beyond
 
@@ -36,25 +32,17 @@ class SavedCodec(Protocol):
 
 
 class ExactSaved:
-    """Exponents of bfloat16 and float32 in fewer bits, every bit as it was, on the CPU: the number
-    of blocks and the length of each, then their codes."""
+    """Exponents of bfloat16 and float32 in fewer bits, every bit as it was, on the CPU."""
 
     lossy = False
 
     def encode(self, values: torch.Tensor) -> torch.Tensor | None:
-        if values.dtype not in KINDS or values.device.type != "cpu":
+        if not exact_rows.codes_exactly(values):
             return None
-        codes = [exact.encode(None, block, KINDS[values.dtype]) for block in _blocks(values)]
-        head = np.array([len(codes), *map(len, codes)], np.int64).tobytes()
-        return torch.frombuffer(bytearray(b"".join([head, *codes])), dtype=torch.uint8)
+        return torch.from_numpy(exact_rows.encode(values))
 
     def decode(self, code: torch.Tensor, values: torch.Tensor) -> None:
-        content = code.numpy()
-        lengths = content[8:].view(np.uint8)[: 8 * int(content[:8].view(np.int64)[0])]
-        at = 8 + len(lengths)
-        for length, block in zip(lengths.view(np.int64).tolist(), _blocks(values), strict=True):
-            exact.decode(content[at : at + length].data, block, KINDS[values.dtype])
-            at += length
+        exact_rows.decode(code.numpy(), values)
 
 
 @dataclass(frozen=True)
@@ -101,9 +89,3 @@ def _ends(values: torch.Tensor) -> tuple[float, float]:
     """Return the least and the largest value; NaN if there is one."""
     low, high = values.aminmax()
     return float(low), float(high)
-
-
-def _blocks(values: torch.Tensor) -> list[np.ndarray]:
-    """Return views of the numbers as unsigned integers, at most ``law.BLOCK`` each."""
-    whole = values.view(torch.uint8).numpy().view(INTEGERS[values.dtype])
-    return [whole[at : at + law.BLOCK] for at in range(0, len(whole), law.BLOCK)]

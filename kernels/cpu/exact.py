@@ -23,12 +23,7 @@ class _Scratch(threading.local):
         self.masks = np.empty((law.CLASSES + 1, law.GROUPS), np.int64)
         self.counts = np.empty(law.GROUPS, np.uint16)
         self.steps = np.empty((2, _STEPS), np.int64)
-        self.code = np.empty(0, np.uint8)
-
-    def room(self, size: int) -> np.ndarray:
-        if len(self.code) < size:
-            self.code = np.empty(size, np.uint8)
-        return self.code[:size]
+        self.code = np.empty(5 * law.BLOCK + _SPARE, np.uint8)  # any form of any block
 
 
 _scratch = _Scratch()
@@ -49,7 +44,7 @@ def encode(old: np.ndarray | None, new: np.ndarray, kind: int = law.PLAIN) -> by
         sides = law.whole_groups(old, zeros=True), law.whole_groups(new, zeros=True)
         if not (count := compare(*sides)):
             return bytes([law.SAME])
-        room, classes = _scratch.room(limit + _SPARE), loops.classify(table)
+        room, classes = _scratch.code[: limit + _SPARE], loops.classify(table)
         size = loops.pack(*sides, table, masks, classes, room)
         head = law.SPARSE_HEAD.pack(law.SPARSE, classes, count)
         head += b"".join(law.CLASS.pack(*each) for each in table[:4, :classes].T.tolist())
@@ -57,7 +52,7 @@ def encode(old: np.ndarray | None, new: np.ndarray, kind: int = law.PLAIN) -> by
             found, limit = head + room[:size].tobytes(), len(head) + size
     if kind != law.PLAIN and 5 * limit > 3 * new.nbytes:
         whole = law.whole_groups(new)
-        room = _scratch.room(law.exponent_bytes(len(whole), kind) + len(whole))
+        room = _scratch.code[: law.exponent_bytes(len(whole), kind) + len(whole)]
         size = loops.split(whole, _scratch.table, room)
         if 0 < size < limit:
             found = room[:size].tobytes()
@@ -71,11 +66,12 @@ def decode(code: bytes | memoryview, target: np.ndarray, kind: int = law.PLAIN) 
     _check(target)
     content = np.frombuffer(code, np.uint8)
     form = int(content[0]) if len(content) else -1
-    if form == law.SPARSE:
-        if _moved(content, target):
-            return
-    elif form == law.EXPONENTS and kind != law.PLAIN and target.itemsize == 2 * kind:
-        if _joined(content, target, kind):
+    if form in (law.SPARSE, law.EXPONENTS):
+        whole = law.whole_groups(target, zeros=True)
+        read = _moved(content, whole) if form == law.SPARSE else _joined(content, whole, kind)
+        if read:
+            if whole is not target:
+                target[:] = whole[: len(target)]
             return
     elif form == law.RAW and len(content) == 1 + target.nbytes:
         target.view(np.uint8)[:] = content[1:]
@@ -88,32 +84,24 @@ def decode(code: bytes | memoryview, target: np.ndarray, kind: int = law.PLAIN) 
     )
 
 
-def _moved(content: np.ndarray, target: np.ndarray) -> bool:
+def _moved(content: np.ndarray, whole: np.ndarray) -> bool:
     try:
         _, count, heads = law.sparse_head(content.data)
     except ValueError:
         return False
-    table, whole = _scratch.table, law.whole_groups(target, zeros=True)
+    table = _scratch.table
     table[0] = law.KEYS - 1
     table[:4, : len(heads)] = np.transpose(heads)
-    rooms = _scratch.counts, _scratch.steps
-    moved = loops.apply(content, whole, table, _scratch.masks, len(heads), *rooms)
-    if whole is not target:
-        target[:] = whole[: len(target)]
-    return moved == count
+    rooms = _scratch.masks, len(heads), _scratch.counts, _scratch.steps
+    return loops.apply(content, whole, table, *rooms) == count
 
 
-def _joined(content: np.ndarray, target: np.ndarray, kind: int) -> bool:
-    end = law.exponent_bytes(len(target), kind)
-    if len(content) < end or law.EXPONENT_HEAD.unpack_from(content.data)[2] != len(content) - end:
+def _joined(content: np.ndarray, whole: np.ndarray, kind: int) -> bool:
+    end = law.exponent_bytes(len(whole), kind)
+    fits = kind != law.PLAIN and whole.itemsize == 2 * kind and len(content) >= end
+    if not fits or law.EXPONENT_HEAD.unpack_from(content.data)[2] != len(content) - end:
         return False
-    odd = -len(target) % law.GROUP
-    whole = np.empty(len(target) + odd, target.dtype) if odd else target
-    if loops.join(content, whole):
-        return False
-    if odd:
-        target[:] = whole[: len(target)]
-    return True
+    return not loops.join(content, whole)
 
 
 def _check(block: np.ndarray) -> None:

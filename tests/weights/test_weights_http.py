@@ -255,6 +255,25 @@ def test_a_reader_that_waits_has_a_version_as_soon_as_it_can_be_had(tmp_path, ki
     server.close()
 
 
+def test_a_late_reader_does_not_wait_behind_one_that_has_the_newest_version(server):
+    """At a relay that has just begun, where one request waits for what is to come."""
+    relay = WeightServer(server.url, key=KEY)
+    early, late = Receiver(server.url, key=KEY), Receiver(relay.url, key=KEY)
+    early.prepare()
+    early.install()
+    early._place = Receiver(relay.url, key=KEY)._place
+    waiting = threading.Thread(target=early.prepare, kwargs={"wait": 4})
+    waiting.start()
+    time.sleep(1)
+    begins = time.monotonic()
+    assert late.prepare(wait=4) == 3
+    assert time.monotonic() - begins < 2
+    late.install()
+    assert late.prepare(wait=0.1) is None
+    waiting.join()
+    relay.close()
+
+
 def readers_of(source, count):
     """All at once, each by itself; what they have then."""
     readers = [Receiver(source, key=KEY) for _ in range(count)]

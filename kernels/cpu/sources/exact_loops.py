@@ -6,35 +6,23 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from commpress.kernels import exact_format as law
 from commpress.kernels.cpu.kinds import HALVES, I64, OCTETS, TABLE, WORDS
 from commpress.kernels.cpu.sources.decorators import bare
 from commpress.kernels.cpu.sources.emitted import Emitted
 from commpress.kernels.cpu.sources.kernel import kernel
-from commpress.kernels.exact_format import (
-    CLASS,
-    CLASSES,
-    EVERY,
-    EXPONENT_HEAD,
-    EXPONENTS,
-    GROUP,
-    GROUPS,
-    HIT,
-    KEYS,
-    LONGEST,
-    PLANES,
-    SAMPLE,
-    WINDOW,
-)
+from commpress.kernels.exact_format import CLASSES, EVERY, GROUP, GROUPS, KEYS, LONGEST, PLANES
 
 _I8, _I16, _I64 = ir.IntType(8), ir.IntType(16), ir.IntType(64)
+_ANY = OCTETS, HALVES, WORDS
 _ONE = np.uint64(1)
-_HEAD_OF_EXPONENTS, _CLASS = EXPONENT_HEAD.size, CLASS.size
+_HEAD, _CLASS = law.EXPONENT_HEAD.size, law.CLASS.size
 _ESCAPED = np.uint64(1 << LONGEST)
 _ROOM = 32  # bytes that one number may need, and more
 _LOWEST, _HIGHEST = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)  # of each byte
 _WORTH = 64  # a class is one of its own where that saves more than one bit in so many
-_NONE = np.int64(1 << 50)  # in place of a number, where none follows
 _READ = 57  # bits that one read gives at least
+_NONE = 64  # bits of a code, where none follows
 # [rank << 8 | byte]: the place in a byte of the one that has ``rank`` others below it
 _PLACES = np.zeros(8 << 8, np.uint8)
 for _byte in range(256):
@@ -336,23 +324,22 @@ def _bits_from(code, bit, end):
 
 
 @bare
-def _number(word, bit, k):
-    """(the number whose Rice code is the first of these bits, the bit behind it), or (``_NONE``,
-    the same bit)."""
-    number, quotient, length = _short_number(word, k)
+def _number(word, k):
+    """(the number whose Rice code is the first of these bits, the bits of that code), or (0,
+    ``_NONE``)."""
+    quotient = _zeros(word)
     if quotient < LONGEST:
-        return number, bit + length
+        rest = word >> np.uint64(quotient + 1) & ((_ONE << np.uint64(k)) - _ONE)
+        return quotient << k | np.int64(rest), quotient + 1 + k
     if quotient > LONGEST:
-        return _NONE, bit
-    return np.int64(word >> np.uint64(LONGEST + 1) & np.uint64(0xFFFFFFFF)), bit + LONGEST + 33
+        return np.int64(0), np.int64(_NONE)
+    return np.int64(word >> np.uint64(LONGEST + 1) & np.uint64(0xFFFFFFFF)), np.int64(LONGEST + 33)
 
 
 @bare
-def _short_number(word, k):
-    """(a number, its quotient, the bits of its code); true of quotients below ``LONGEST``."""
-    quotient = _zeros(word)
-    rest = word >> np.uint64(quotient + 1 & 63) & ((_ONE << np.uint64(k)) - _ONE)
-    return quotient << k | np.int64(rest), quotient, quotient + 1 + k
+def _size(word, k, m):
+    """The same of the size of a move: one bit where it has no parameter."""
+    return _number(word, m) if m or k == EVERY else (np.int64(word & _ONE), np.int64(1))
 
 
 @bare
@@ -363,29 +350,17 @@ def _read(code, bit, end, k, m, rank, members, steps):
     n, count = 0, 0
     while n < steps.shape[1] and (k != EVERY or rank + 1 < members):
         word = _bits_from(code, bit, end)
-        step, quotient, length = (1, 0, 0) if k == EVERY else _short_number(word, k)
-        rest = word >> np.uint64(length & 63)
-        u, second, size = np.int64(rest & _ONE), np.int64(0), np.int64(1)
-        if m or k == EVERY:
-            u, second, size = _short_number(rest, m)
-        if max(quotient, second) < LONGEST and length + size <= _READ:
-            bit += length + size
-        else:  # as seldom as a code's end
-            if k != EVERY:
-                step, bit = _number(word, bit, k)
-                if step >= _NONE:
-                    break
-                word = _bits_from(code, bit, end)
-            if m or k == EVERY:
-                u, bit = _number(word, bit, m)
-                if u >= _NONE:
-                    return -1, bit, rank, count
-            else:
-                u, bit = np.int64(word & _ONE), bit + 1
+        step, length = (np.int64(1), np.int64(0)) if k == EVERY else _number(word, k)
+        if length > _READ:
+            break
+        u, size = _size(word >> np.uint64(length), k, m)
+        if length + size > _READ:  # as seldom as a code's end
+            u, size = _size(_bits_from(code, bit + length, end), k, m)
         u += k != EVERY
         rank += step
-        if not 0 <= rank < members:
+        if size > _READ or not 0 <= rank < members:
             return -1, bit, rank, count
+        bit += length + size
         steps[0, np.uint64(n)], steps[1, np.uint64(n)] = rank, u >> 1 ^ -(u & 1)
         n += 1
         count += (u != 0) & (step != 0)
@@ -395,7 +370,7 @@ def _read(code, bit, end, k, m, rank, members, steps):
 @bare
 def _count(masks, c, groups, counts):
     """Count the members of a class up to each of the eight bytes of a group, in the last row of
-    ``masks``; ``counts``: members of earlier groups among 64. Returns the sum of all."""
+    ``masks``; ``counts``: of each group and the earlier ones among 64. Returns the sum of all."""
     for group in range(groups):
         mask = np.uint64(masks[c, group])
         twos = mask - (mask >> _ONE & _LOWEST * np.uint64(0x55))
@@ -403,15 +378,15 @@ def _count(masks, c, groups, counts):
         fours += twos >> np.uint64(2) & _LOWEST * np.uint64(0x33)
         eights = fours + (fours >> np.uint64(4)) & _LOWEST * np.uint64(0x0F)
         masks[CLASSES, group] = np.int64(eights * _LOWEST)
+    for group in range(groups, -(-groups // GROUP) * GROUP):
+        masks[CLASSES, group] = 0
     members = np.int64(0)
     for first in range(0, groups, GROUP):
-        before = np.int64(0)
-        for group in range(first, min(first + GROUP, groups)):
-            counts[group] = before
-            before += masks[CLASSES, group] >> 56
-        members += before
-    for group in range(groups, -(-groups // GROUP) * GROUP):
-        counts[group] = 0xFFFF
+        upto = np.int64(0)
+        for group in range(first, first + GROUP):
+            upto += masks[CLASSES, group] >> 56
+            counts[group] = upto
+        members += upto
     return members
 
 
@@ -422,35 +397,21 @@ def _find(masks, c, counts, steps, n, first, before):
 
     Nothing here depends on the rank before but for one branch in 64 groups.
     """
-    i = 0
-    while i < n:
-        end = before + counts[first + GROUP - 1] + (masks[CLASSES, first + GROUP - 1] >> 56)
-        while i < n and steps[0, np.uint64(i)] < end:
-            rank = steps[0, np.uint64(i)] - before
-            group = np.uint64(first + _at_most(counts, first, rank) - 1)
-            left = np.uint64(rank) - np.uint64(counts[group])
-            upto = np.uint64(masks[CLASSES, group])
-            at = _first_above(upto, left)
-            left -= upto << np.uint64(8) >> at & np.uint64(255)
-            byte = np.uint64(masks[c, group]) >> at & np.uint64(255)
-            place = np.uint64(_PLACES[left << np.uint64(8) | byte])
-            steps[0, np.uint64(i)] = np.int64(group * np.uint64(GROUP) + at + place)
-            i += 1
-        if i < n:
-            first, before = first + GROUP, end
-    return first, before
-
-
-@bare
-def _walk(masks, c, steps, n, group, mask):
-    """The same for ranks without gaps. ``mask``: members of ``group`` that are still to come."""
     for i in range(n):
-        while not mask:
-            group += 1
-            mask = masks[c, group]
-        steps[0, np.uint64(i)] = group * GROUP + _zeros(np.uint64(mask))
-        mask &= mask - 1
-    return group, mask
+        rank = steps[0, np.uint64(i)] - before
+        while rank >= counts[first + GROUP - 1]:
+            rank -= counts[first + GROUP - 1]
+            before += counts[first + GROUP - 1]
+            first += GROUP
+        group = np.uint64(first + _at_most(counts, first, rank))
+        upto = np.uint64(masks[CLASSES, group])
+        left = np.uint64(rank) + (upto >> np.uint64(56)) - np.uint64(counts[group])
+        at = _first_above(upto, left)
+        left -= upto << np.uint64(8) >> at & np.uint64(255)
+        byte = np.uint64(masks[c, group]) >> at & np.uint64(255)
+        place = np.uint64(_PLACES[left << np.uint64(8) | byte])
+        steps[0, np.uint64(i)] = np.int64(group * np.uint64(GROUP) + at + place)
+    return first, before
 
 
 @bare
@@ -460,17 +421,13 @@ def _apply(code, start, end, target, k, m, masks, c, counts, steps):
     and few branches are taken by chance."""
     most = (np.int64(1) << (8 * target.itemsize)) - 1
     members = _count(masks, c, target.size // GROUP, counts)
-    bit, rank, before = 8 * start, np.int64(-1), np.int64(0)
-    first = np.int64(-1 if k == EVERY else 0)
+    bit, rank, first, before = 8 * start, np.int64(-1), np.int64(0), np.int64(0)
     n, total = steps.shape[1], 0
     while n == steps.shape[1]:
         n, bit, rank, count = _read(code, bit, end, k, m, rank, members, steps)
         if n < 0:
             return -1
-        if k == EVERY:
-            first, before = _walk(masks, c, steps, n, first, before)
-        else:
-            first, before = _find(masks, c, counts, steps, n, first, before)
+        first, before = _find(masks, c, counts, steps, n, first, before)
         for i in range(n):
             place = np.uint64(steps[0, np.uint64(i)])
             target[place] = np.int64(target[place]) + steps[1, np.uint64(i)] & most
@@ -478,15 +435,7 @@ def _apply(code, start, end, target, k, m, masks, c, counts, steps):
     return total if (bit + 7) >> 3 == end else -1
 
 
-@kernel(
-    code=OCTETS,
-    target=(OCTETS, HALVES, WORDS),
-    table=TABLE,
-    masks=TABLE,
-    classes=I64,
-    counts=HALVES,
-    steps=TABLE,
-)
+@kernel(code=OCTETS, target=_ANY, table=TABLE, masks=TABLE, classes=I64, counts=HALVES, steps=TABLE)
 @bare
 def apply(code, target, table, masks, classes, counts, steps):
     """Add the moves of all classes, whose heads are the columns of ``table``, and whose bytes end
@@ -524,8 +473,8 @@ def _split(typing, values, at, base, out, low, half, plane):
         code.store(build.trunc(lows, _BYTES), 3, low)
         exponents = build.trunc(build.lshr(tops, _all(_I16, 7)), _BYTES)
         codes = build.sub(exponents, code.spread(build.trunc(base, _I8)))
-        escaped = build.icmp_unsigned(">=", codes, _all(_I8, WINDOW))
-        codes = build.select(escaped, _all(_I8, HIT), codes)
+        escaped = build.icmp_unsigned(">=", codes, _all(_I8, law.WINDOW))
+        codes = build.select(escaped, _all(_I8, law.HIT), codes)
         for j in range(3):
             bits = build.icmp_unsigned("!=", build.and_(codes, _all(_I8, 1 << j)), _all(_I8, 0))
             code.store(build.bitcast(bits, _I64), 3, build.add(plane, _I64(8 * j)))
@@ -565,15 +514,15 @@ def _window(values, shift, counts):
     """The first exponent of the window that has most of a sample. ``counts``: the first row."""
     for exponent in range(KEYS):
         counts[0, exponent] = 0
-    for i in range(0, values.size, max(values.size // SAMPLE, 1)):
+    for i in range(0, values.size, max(values.size // law.SAMPLE, 1)):
         counts[0, np.uint64(values[i]) >> shift & np.uint64(255)] += 1
     inside = base = most = 0
     for exponent in range(KEYS):
         inside += counts[0, exponent]
-        if exponent >= WINDOW:
-            inside -= counts[0, exponent - WINDOW]
-        if inside > most and exponent >= WINDOW - 1:
-            base, most = exponent - WINDOW + 1, inside
+        if exponent >= law.WINDOW:
+            inside -= counts[0, exponent - law.WINDOW]
+        if inside > most and exponent >= law.WINDOW - 1:
+            base, most = exponent - law.WINDOW + 1, inside
     return base
 
 
@@ -583,20 +532,20 @@ def split(values, table, out):
     """out := the exponent form of whole groups; its bytes, or −1 where it does not fit."""
     numel, shift = values.size, np.uint64(8 * values.itemsize - 9)
     base = _window(values, shift, table)
-    half = _HEAD_OF_EXPONENTS + numel
+    half = _HEAD + numel
     plane = half + numel * (values.itemsize - 2)
     end = plane + numel // GROUP * PLANES
     at = end
     for first in range(0, numel, GROUP):
         if at + GROUP > out.size:
             return -1
-        mask = _split(values, first, base, out, _HEAD_OF_EXPONENTS + first, half + 2 * first, plane)
+        mask = _split(values, first, base, out, _HEAD + first, half + 2 * first, plane)
         plane += PLANES
         while mask:
             out[at] = np.uint64(values[first + _zeros(mask)]) >> shift & np.uint64(255)
             mask &= mask - _ONE
             at += 1
-    out[0], out[1] = EXPONENTS, base
+    out[0], out[1] = law.EXPONENTS, base
     for i in range(4):
         out[2 + i] = np.uint8((at - end) >> (8 * i) & 255)
     return at
@@ -609,11 +558,11 @@ def join(code, target):
     many as it says."""
     numel, shift = target.size, np.uint64(8 * target.itemsize - 9)
     keep, base = ~(np.uint64(255) << shift), np.int64(code[1])
-    half = _HEAD_OF_EXPONENTS + numel
+    half = _HEAD + numel
     plane = half + numel * (target.itemsize - 2)
     at = plane + numel // GROUP * PLANES
     for first in range(0, numel, GROUP):
-        mask = _join(code, _HEAD_OF_EXPONENTS + first, half + 2 * first, plane, base, target, first)
+        mask = _join(code, _HEAD + first, half + 2 * first, plane, base, target, first)
         plane += PLANES
         while mask:
             i = first + _zeros(mask)
