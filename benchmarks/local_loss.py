@@ -12,7 +12,8 @@ stopped at any time and continued.
            every="auto" makes them: means of weights, at first with half and later with all of what
            a rank has trained meanwhile; with --alpha that share of its own weights when one
            arrives; --outer and --momentum of Nesterov in place of the plain mean. The inner rate is
-           searched for each
+           searched for each; with --by-spread it is multiplied by √(1 + spread²), and the weight
+           decay divided by it: what a step of mean gradients gains in length by less noise
   --hooks CODEC   also synchronous gradients in this codec, as commpress.compress sends them;
            per-layer-CODEC: in codecs or ranks that PerLayer chooses every 100 steps
   --optimizers NAME  also OneBitAdam or ZeroOneAdam, whose first tenth is exact; OneBitAdam-CODEC
@@ -61,6 +62,7 @@ from shared_options import add_output
 # windows of all ranks in a step
 WINDOWS, LENGTH, WIDTH, LAYERS = 32, 64, 128, 5
 RATES, OUTER_RATES = (1e-3, 2e-3, 4e-3, 8e-3), (0.5, 0.7, 0.9)
+WEIGHT_DECAY = 0.1
 STEPS, EVERY, CODECS = 2000, (10, 30, 100), ("none", "int4", "bits2", "sign")
 PER_LAYER, LAYERED = "per-layer-", 100  # begins a hook's name; steps between two choices
 # cells of several seeds
@@ -93,6 +95,7 @@ class Run:
     # of hidden rounds: what is kept of a rank's own weights, or "keep"
     alpha: float | Literal["keep"] | None = None
     momentum: float = 0.0  # of their outer step
+    by_spread: bool = False  # their rate is multiplied by √(1 + spread²), a mean of 100 rounds
     start: float = 0.1  # share of the steps that are synchronous at first
     windows: int = WINDOWS
     optimizer: str = ""  # of commpress, in place of AdamW
@@ -136,6 +139,9 @@ def options(parser: argparse.ArgumentParser) -> None:
         default=[None],
         metavar="X",
         help="tried: share of a rank's own weights after hidden rounds, or keep (default as auto)",
+    )
+    parser.add_argument(
+        "--by-spread", action="store_true", help="rates of hidden rounds follow the ranks' spread"
     )
     for name, default, says in (
         ("--momentum", [0.0], "of the outer step of hidden rounds (default 0)"),
@@ -206,6 +212,7 @@ def run(options: argparse.Namespace) -> int:
     for steps, alpha, momentum, outer_rate in searched:
         hidden = replace(plain, every=steps, hidden=True, codec=options.codecs[0])
         hidden = replace(hidden, alpha=alpha, momentum=momentum, outer_rate=outer_rate)
+        hidden = replace(hidden, by_spread=options.by_spread)
         hidden = best_of(hidden, rate=rates)
         runs += [
             replace(hidden, codec=codec, seed=seed)
@@ -252,6 +259,7 @@ def cells_of(runs: list[Finished]) -> list[dict[str, str]]:
                 "outer rate": f"{one.outer_rate:g}" if every else "-",
                 "alpha": "-" if one.alpha is None else str(one.alpha),
                 "momentum": f"{one.momentum:g}" if hidden else "-",
+                "rate by": "spread" if one.by_spread else "-",
                 "held-out loss": f"{mean(f.loss for f in cell):.4f}",
                 "seeds": str(len(cell)),
                 "gap": f"{_gap(cell, runs):+.2f} %",
@@ -334,12 +342,18 @@ def train(run: Run) -> Finished:
         ]
         for updates in local:
             updates.begin_at(together, 0)
+        square = 0.0
         for step in range(together, run.steps):
             losses = []
             for replica, inner, d in zip(models, optimizers, draws, strict=True):
                 losses.append(_step(replica, inner, run, step, [batch(text, rows, LENGTH, d)]))
+                for group in inner.param_groups:
+                    group["lr"] *= (1 + square) ** 0.5
+                    group["weight_decay"] = WEIGHT_DECAY / (1 + square) ** 0.5
                 inner.step()
             simulate([each.steps() for each in local])
+            if run.by_spread and (spread := local[0].counters.spread) is not None:
+                square += (min(spread**2, run.ranks - 1) - square) / 100
             training += [round(mean(losses), 4)] if step % 50 == 0 else []
         simulate([each.draining() for each in local])
         model, sent = models[0], sent + local[0].counters.sent_bytes
@@ -416,7 +430,7 @@ def _codec(name: str) -> str | commpress.PerLayer:
 
 def _adamw(model: torch.nn.Module, run: Run) -> torch.optim.AdamW:
     return torch.optim.AdamW(
-        model.parameters(), lr=run.rate, betas=(0.9, 0.99), weight_decay=0.1, fused=True
+        model.parameters(), lr=run.rate, betas=(0.9, 0.99), weight_decay=WEIGHT_DECAY, fused=True
     )
 
 

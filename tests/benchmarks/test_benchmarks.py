@@ -227,12 +227,15 @@ def test_losses_of_optimizers_are_kept_and_merged(compiled, tmp_path, capsys, mo
 def test_losses_of_rounds_and_of_optimizers_that_average(tmp_path, capsys):
     short = "--ranks 2 --windows 4 --steps 4 --rates 1e-3 --seeds 1 --codecs int4"
     runs = run(
-        f"local_loss --every 2 --hidden 1 --start 0 --optimizers Muon Muon-none {short}", tmp_path
+        "local_loss --every 2 --hidden 1 --by-spread --start 0 --optimizers Muon Muon-none "
+        + short,
+        tmp_path,
     )["runs"]
     sent = {(one["run"]["optimizer"], one["run"]["codec"]): one["sent"] for one in runs}
     assert sent["Muon", "none"] < sent["Muon-none", "none"] / 3
     every = {one["run"]["every"] for one in runs}
     assert {0, 1, 2} <= every
+    assert {one["run"]["every"] for one in runs if one["run"]["by_spread"]} == {1}
     assert all(0 < one["loss"] < 8 for one in runs)
 
 
