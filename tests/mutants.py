@@ -1690,7 +1690,7 @@ MUTANTS = [
         "a fragment leaves a step late",
         "commpress/optim/rounds.py",
         "self._elapsed(step - self.start) >= self.turn",
-        "self._elapsed(step - self.start) > self._turn",
+        "self._elapsed(step - self.start) > self.turn",
         "tests/local_updates/test_local_updates.py -k equations",
     ),
     Mutant(
