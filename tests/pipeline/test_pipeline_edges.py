@@ -269,7 +269,8 @@ def test_evaluates_between_steps_and_can_be_removed(pool):
     exact = out[3]
     first = parts(2)
     with torch.no_grad():
-        y = first[1](*first[0](batch(0)[0]))
+        # some processors round a matrix of other rows otherwise
+        y = torch.cat([first[1](*first[0](x)) for x in batch(0)[0].chunk(CHUNKS)])
     assert torch.equal(out[0], out[2])
     assert torch.equal(exact, y)
     assert not torch.equal(out[0], exact)
