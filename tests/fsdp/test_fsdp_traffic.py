@@ -227,7 +227,7 @@ class Backward(torch.autograd.Function):
 
 
 def test_a_reduction_in_backward_waits_for_every_stream():
-    """As torch calls it: on a stream of its own, on which it makes the gradient from zeros."""
+    """Torch calls it on a stream of its own, on which it makes the gradient from zeros."""
     with card_twin():
         channel, deferred = Channel(Loopback(1).transport(0)), DeferredReductions()
         theirs, gradients = Stream(name="reduce-scatter"), torch.ones(1000).to(CARD)

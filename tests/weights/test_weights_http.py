@@ -256,7 +256,7 @@ def test_a_reader_that_waits_has_a_version_as_soon_as_it_can_be_had(tmp_path, ki
 
 
 def test_a_late_reader_does_not_wait_behind_one_that_has_the_newest_version(server):
-    """At a relay that has just begun, where one request waits for what is to come."""
+    """The relay has just begun, and one request waits for what is to come."""
     relay = WeightServer(server.url, key=KEY)
     early, late = Receiver(server.url, key=KEY), Receiver(relay.url, key=KEY)
     early.prepare()
