@@ -479,6 +479,7 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
     def recut(self) -> None:
         """Cut again, because codecs of compressed rounds have changed."""
         self.quantized.recut()
+        self.tensors.recut()
         self._count_shares()
 
     def _use_choice(self) -> None:

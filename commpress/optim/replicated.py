@@ -129,7 +129,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
         """Add factor·m/s to ``work``, for tensors with whole-tensor codecs. All ranks know m, so
         only the new part is sent: a low-rank product has no room for more."""
         for i in indices:
-            if self.tensors.travels_whole(i):
+            if i in self.tensors.whole:
                 self._works[i].addcdiv_(self._momenta[i], self.tensors.divisor(i), value=factor)
 
     def exchange(self, kind: RoundKind, indices: Sequence[int]) -> Exchange:

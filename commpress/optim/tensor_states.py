@@ -148,10 +148,14 @@ class TensorStates:
             return codec
         return EXACT if len(self.flat.shapes[i]) < 2 else self.finer or self.exact
 
-    def travels_whole(self, i: int) -> bool:
-        """True for a frozen tensor with a whole-tensor codec."""
-        codec = self.codec.choose(self.flat.names[i], self.flat.places[i][1])
-        return travels_whole(codec, self.flat.shapes[i])
+    def recut(self) -> None:
+        """List the tensors that travel as a whole when they are frozen."""
+        every = zip(self.flat.names, self.flat.shapes, strict=True)
+        self.whole = {
+            i
+            for i, (name, shape) in enumerate(every)
+            if travels_whole(self.codec.choose(name, shape.numel()), shape)
+        }
 
     def may_freeze(self, i: int) -> bool:
         v = self.flat.view(self.variance, i)
