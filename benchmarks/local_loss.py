@@ -95,7 +95,7 @@ class Run:
     # of hidden rounds: what is kept of a rank's own weights, or "keep"
     alpha: float | Literal["keep"] | None = None
     momentum: float = 0.0  # of their outer step
-    by_spread: bool = False  # their rate is multiplied by √(1 + spread²), a mean of 100 rounds
+    by_spread: bool = False  # LocalUpdates(lengthen=True)
     start: float = 0.1  # share of the steps that are synchronous at first
     windows: int = WINDOWS
     optimizer: str = ""  # of commpress, in place of AdamW
@@ -337,23 +337,18 @@ def train(run: Run) -> Finished:
                 codec=None if run.codec == "none" else run.codec,
                 feedback_decay=run.decay,
                 process_group=transport,
+                lengthen=run.by_spread,
             )
             for each, transport in zip(optimizers, Loopback(run.ranks).transports(), strict=True)
         ]
         for updates in local:
             updates.begin_at(together, 0)
-        square = 0.0
         for step in range(together, run.steps):
             losses = []
             for replica, inner, d in zip(models, optimizers, draws, strict=True):
                 losses.append(_step(replica, inner, run, step, [batch(text, rows, LENGTH, d)]))
-                for group in inner.param_groups:
-                    group["lr"] *= (1 + square) ** 0.5
-                    group["weight_decay"] = WEIGHT_DECAY / (1 + square) ** 0.5
                 inner.step()
             simulate([each.steps() for each in local])
-            if run.by_spread and (spread := local[0].counters.spread) is not None:
-                square += (min(spread**2, run.ranks - 1) - square) / 100
             training += [round(mean(losses), 4)] if step % 50 == 0 else []
         simulate([each.draining() for each in local])
         model, sent = models[0], sent + local[0].counters.sent_bytes

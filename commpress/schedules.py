@@ -7,12 +7,15 @@ resumed run decides as the uninterrupted one would.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, sqrt
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from commpress.errors import InvalidArgument, StateMismatch, check_entries
 
 PACES = 3  # last exchanges that decide the length of a round
+SPREAD = 100  # steps over which the square of the ranks' spread is averaged
+# the largest mean: no step of Adam, of at most 7.3 learning rates, becomes longer than 20
+WIDEST = 6.0
 CODECS = ("int4", "powersgd-8+fp8")  # of hidden rounds, from fine to coarse
 MOST = 2  # steps of a round, beyond which a coarser codec is tried
 WORTH = 1.2  # an exchange in the finer codec takes longer by this factor, or the coarser one goes
@@ -48,6 +51,8 @@ class Facts:
     # of the last exchanges of local updates, for the slowest rank
     paces: list[Pace] = field(default_factory=list)
     codec: "Rung" = field(default_factory=lambda: Rung())
+    # mean square of the ranks' spread in local updates, 0 at the beginning
+    spread: float = 0.0
 
     def see(self, step: int, lr: float) -> None:
         if lr > self.peak_lr * (1 + 1e-9):
@@ -61,6 +66,19 @@ class Facts:
             self.paces = [*self.paces, pace][-PACES:]
             self.codec.timed = min(self.codec.timed + 1, PACES)
 
+    def scatter(self, square: float, ranks: int, steps: float) -> None:
+        """Record the square of the ranks' spread after a round of ``steps`` steps.
+
+        Independent changes of P ranks have one of P − 1; more is left out, as where they cancel.
+        """
+        square = min(square, ranks - 1, WIDEST)
+        self.spread += (square - self.spread) * min(steps / SPREAD, 1.0)
+
+    @property
+    def gain(self) -> float:
+        """Return the root mean square of the ranks' changes, relative to their mean change."""
+        return sqrt(1 + self.spread)
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "peak_lr": self.peak_lr,
@@ -68,6 +86,7 @@ class Facts:
             "norm_ratio": self.norm_ratio,
             "norms": [list(pair) for pair in self.norms],
             "paces": [list(pace) for pace in self.paces],
+            "spread": self.spread,
         } | (
             {}
             if self.codec.number == self.codec.untimed == 0 and self.codec.last == len(CODECS) - 1
@@ -82,7 +101,7 @@ class Facts:
         numbers = float(state["peak_lr"]), int(state["peak_step"]), float(state["norm_ratio"])
         paces = [Pace(*map(float, pace)) for pace in state.get("paces", [])]
         codec = Rung.of(state["codec"]) if "codec" in state else Rung(timed=len(paces))
-        return cls(*numbers, norms, paces, codec)
+        return cls(*numbers, norms, paces, codec, float(state.get("spread", 0.0)))
 
 
 # ---------------------------------------------------------------- when the variance freezes

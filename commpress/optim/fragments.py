@@ -36,8 +36,9 @@ from commpress.tiered_mem.arena import padded
 from commpress.work import Steps
 
 LEFT = "left"  # name in a store
-# whether the mean counts, the reported pace, and when the headers of all ranks were there
-Arrived = tuple[bool, Pace | None, float]
+# whether the mean counts, the reported pace, when the headers of all ranks were there, and the
+# square of the ranks' spread
+Arrived = tuple[bool, Pace | None, float, float | None]
 
 
 class Fragment:
@@ -416,6 +417,7 @@ class Flight:
     # set by ``arrival``: the slowest rank's, if measured; when the headers of all ranks were there
     pace: Pace | None = None
     met: float | None = None
+    spread: float | None = None  # its square, of these ranks
     error: CommunicationError | None = None
 
     def arrival(self) -> Steps[bool]:
@@ -424,9 +426,9 @@ class Flight:
             raise self.error
         try:
             if self.future is not None:
-                self.taken, self.pace, self.met = self.future.wait()
+                self.taken, self.pace, self.met, self.spread = self.future.wait()
             elif self.steps is not None:
-                self.taken, self.pace, self.met = yield from self.steps
+                self.taken, self.pace, self.met, self.spread = yield from self.steps
         except CommunicationError as error:
             self.error = error
             raise

@@ -3,7 +3,7 @@ ranks."""
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,49 @@ BETWEEN = (
 )
 
 
+class LongerSteps:
+    """Steps of an optimizer with learning rates multiplied by ``factor()``, whoever calls them, and
+    decay of weights divided by it where it is apart from gradients.
+
+    Between steps its groups hold the values that they were given.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[], float]) -> None:
+        self._factor = factor
+        self._changed: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._begin),
+            optimizer.register_step_post_hook(self._end),
+        ]
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._end()  # of a step that raised
+        factor = self._factor()
+        for group in optimizer.param_groups if factor != 1 else ():
+            self._set(group, "lr", group["lr"] * factor)
+            if group.get("decoupled_weight_decay"):
+                self._set(group, "weight_decay", group["weight_decay"] / factor)
+
+    def _set(self, group: dict[str, Any], name: str, value: Any) -> None:
+        self._changed.append((group, name, group[name], value))
+        group[name] = value
+
+    def _end(self, *_: Any) -> None:
+        for group, name, before, value in self._changed:
+            if group[name] is value:  # else somebody has set it since
+                group[name] = before
+        self._changed.clear()
+
+
+# those of optimizers in use, of which another LocalUpdates takes over
+LONGER: "weakref.WeakKeyDictionary[torch.optim.Optimizer, LongerSteps]"
+LONGER = weakref.WeakKeyDictionary()
+
+
 class InnerOptimizers(list[torch.optim.Optimizer]):
     """Optimizers that train on one rank locally, and their weights."""
 
@@ -43,6 +86,24 @@ class InnerOptimizers(list[torch.optim.Optimizer]):
         for holder in self._holders:
             holder.averaged = True
         self._unaveraged = False  # the check has passed
+        self.let_go()
+
+    @property
+    def of_adam(self) -> bool:
+        """True if their steps are as long as Adam's, whatever the size of gradients."""
+        kinds = torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax
+        return all(isinstance(each, kinds) for each in self)
+
+    def lengthen(self, factor: Callable[[], float]) -> None:
+        """Multiply learning rates by ``factor()`` within steps, until ``let_go``."""
+        for each in self:
+            LONGER[each] = LongerSteps(each, factor)
+
+    def let_go(self) -> None:
+        """Take steps as long as they were given."""
+        for each in self:
+            if steps := LONGER.pop(each, None):
+                steps.remove()
 
     @property
     def together(self) -> bool:

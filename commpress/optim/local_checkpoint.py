@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 SHARED = ("steps", "exchanged", "round", "facts", "weights", "outer", "layout")
 OWN = ("flight", "counts")
-FLIGHT = ("due", "taken", "finite", "alpha", "kept", "long")  # of a running exchange
+FLIGHT = ("due", "taken", "finite", "alpha", "kept", "long", "spread")  # of a running exchange
 
 
 # ---------------------------------------------------------------- saving

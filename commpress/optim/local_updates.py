@@ -15,7 +15,7 @@ these, all ranks use the same recorded seconds.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import isfinite
+from math import isfinite, sqrt
 from time import monotonic
 from typing import Any, Literal
 
@@ -109,6 +109,10 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
     - ``store``: "host" or "device", the place of Θ and the outer state; or this rank's own
       TieredStore, or one and a prefix of names ("local"): it also keeps residuals, and brings those
       of a fragment to memory for its exchange.
+    - ``lengthen``: multiply the learning rates of ``inner`` by √(1 + spread²) within each step, and
+      divide by it the weight decay that is apart from gradients, with the mean spread of the ranks'
+      changes over 100 steps: noise makes Adam's steps on one rank shorter than on mean gradients.
+      By default where ``every="auto"`` averages Adam, AdamW, NAdam, RAdam or Adamax of torch.
     """
 
     alone = True
@@ -129,6 +133,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         process_group: Any = None,
         weight: Literal["equal", "tokens", "steps"] = "equal",
         store: Literal["host", "device"] | TieredStore | tuple[TieredStore, str] = "host",
+        lengthen: bool | None = None,
     ) -> None:
         # as torch does on unpickling: groups and state are those of ``inner``
         self.__setstate__({"defaults": {}})
@@ -212,6 +217,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         )
         check_ranks(self.inner, self.channel)
         check_hidden(self.inner, self.every)
+        self._lengthen(lengthen)
         self.columns = columns_of(self.inner.parameters) if transport is None else None
         self.exact = Exchanges(policy_of("none"), self.channel.size, self.channel.workspace)
         self._warmup = SharedWarmup(
@@ -239,6 +245,24 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         if isinstance(self.store, TieredStore) and any(each.numel for each in part):
             return StoredFragment(number, part, self.outer, store=self.store, prefix=prefix)
         return Fragment(number, part, self.outer, host=self.store != "device")
+
+    def _lengthen(self, wanted: bool | None) -> None:
+        """Let the steps of ``inner`` follow the ranks' spread, where that is known to help."""
+        able = isinstance(self.every, Hidden) and type(self.outer) is Average and self.inner.of_adam
+        if wanted and not (able and all(map(self._fine, self.fragments))):
+            raise InvalidArgument(
+                "lengthen is True, expected it with every='auto', outer=None or Average(), a codec "
+                "as fine as 'int4' and as inner Adam, AdamW, NAdam, RAdam or Adamax of torch: "
+                "where steps follow the size of gradients, noise does not shorten them"
+            )
+        if able and wanted is not False:
+            self.inner.lengthen(self._gain)
+
+    def _gain(self) -> float:
+        """Return the factor of the next step's learning rates."""
+        gain = 1.0 if self.warms_up or self.rounds.long else self.facts.gain
+        self.counters.gain = gain
+        return gain
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -489,7 +513,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         weights = [each.weight for each in headers]
         total, pace = sum(weights), slowest([each.pace for each in headers])
         if total == 0:
-            return self._finish(header, taken=False), pace, start
+            return self._finish(header, taken=False), pace, start, None
         if self.feedback_decay != 1 and self._decayed != header.number:
             self._decayed = header.number
             self.exchanges.residuals.decay({s.name for s in fragment.spans}, self.feedback_decay)
@@ -503,20 +527,23 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         )
         taken = all(outcome.finite for outcome in outcomes)
         self.meter.exchanged(monotonic() - start)
-        if self.columns is not None:
-            taken = yield from self.columns.agreed(taken)
-        settle(outcomes, taken=taken)
         squares = [each.square if each.finite else 0.0 for each in headers]
+        fine, spread = any(squares) and self._fine(fragment), None
+        around, mean = self.outer.spread(exchange, fragment.work, weights, squares)
+        if self.columns is not None:
+            column = yield from self.columns.gathered([float(taken), float(fine), around, mean])
+            taken, fine = bool(column[:, 0].all()), bool(column[:, 1].all())
+            around, mean = column[:, 2:].sum(axis=0).tolist()
+        settle(outcomes, taken=taken)
         self.counters.rounds += fragment.number == len(self.fragments) - 1
         self.counters.changed += fragment.numel
         self.counters.change_bytes += self._sent_bytes() - sent_before
         if any(squares):
             self.counters.participants = sum(weight > 0 for weight in weights)
-            fine = self._fine(fragment)
-            self.counters.spread = (
-                self.outer.spread(exchange, fragment.work, weights, squares) if fine else None
-            )
-        return self._finish(header, taken=taken), pace, start
+            if fine and isfinite(around + mean):
+                spread = around / mean if mean > 0 else 0.0
+            self.counters.spread = None if spread is None else sqrt(spread)
+        return self._finish(header, taken=taken), pace, start, spread
 
     def _finish(self, header: ExchangeHeader, *, taken: bool) -> bool:
         self.handover.settle(taken=taken)
@@ -536,6 +563,9 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
             self.rounds.clock = flight.met - flight.turn
         if flight.pace is not None:
             self.facts.keep(flight.pace)
+        if flight.spread is not None:
+            steps = self.rounds.length / self.rounds.fragments
+            self.facts.scatter(flight.spread, self.channel.size, steps)
         self.land(flight, taken=taken)
         flight.fragment.detach(self.exchanges)
         self.counters.exchanges += 1
@@ -620,7 +650,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
 
     def shared(self) -> dict[str, Any]:
         numbers = {"steps": self._furthest, "exchanged": self.finished, "taken": self.taken}
-        return numbers | {"codec": self.facts.codec.as_list()}
+        return numbers | {"codec": self.facts.codec.as_list(), "spread": self.facts.spread}
 
     def shared_tensors(self) -> Mapping[str, torch.Tensor]:
         return local_checkpoint.last(self)
@@ -634,6 +664,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
             fragment.put_back(self.exchanges)
         self.counters.lost_ranks = self.handover.lost
         self.facts.codec = Rung.of(standing.shared["codec"])
+        self.facts.spread = min(standing.shared["spread"], self.channel.size - 1.0)
         self.begin_at(standing.shared["steps"], standing.shared["exchanged"])
 
     def begin_at(self, steps: int, exchanged: int) -> None:
@@ -707,6 +738,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         self._begin_round()
 
     def close(self) -> None:
+        self.inner.let_go()
         self.channel.close()
         self.control.close()
 

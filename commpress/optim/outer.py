@@ -8,7 +8,6 @@ Rules work on flat float32 tensors, in place, the same on every rank.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import sqrt
 from typing import Any, ClassVar
 
 import torch
@@ -75,12 +74,12 @@ class Outer(ABC):
         change: torch.Tensor,
         weights: Sequence[float],
         squares: Sequence[float],
-    ) -> float:
-        """Return the root mean square over the ranks of ‖Δᵢ − Δ̄‖, relative to ‖Δ̄‖. ``change``:
-        Δ̄; ``squares``: ‖Δᵢ‖²."""
+    ) -> tuple[float, float]:
+        """Return the mean square over the ranks of ‖Δᵢ − Δ̄‖, and ‖Δ̄‖². ``change``: Δ̄;
+        ``squares``: ‖Δᵢ‖²."""
         mean = square_sum(change)
         around = sum(w * s for w, s in zip(weights, squares, strict=True)) / sum(weights) - mean
-        return sqrt(max(around, 0.0) / mean) if mean > 0 else 0.0
+        return max(around, 0.0), mean
 
     def ready(self, weights: torch.Tensor, state: State) -> None:
         """Give ``state`` the buffers of this rule, and forget what another rule left in it."""
@@ -211,10 +210,11 @@ class Gossip(WithMomentum):
         change: torch.Tensor,
         weights: Sequence[float],
         squares: Sequence[float],
-    ) -> float:
-        """Return the distance of this rank's weights from the pair's mean, relative to it."""
+    ) -> tuple[float, float]:
+        """Return the square of the distance of this rank's weights from the pair's mean, relative
+        to it."""
         assert isinstance(exchange, PairMean)
-        return exchange.apart
+        return exchange.apart**2, 1.0
 
     def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
         weights.sub_(state["momentum"].mul_(self.momentum).add_(change, alpha=self.lr))

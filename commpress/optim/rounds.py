@@ -378,6 +378,7 @@ class LocalCounters:
     restarts: int = 0
     # root mean square over the ranks of ‖Δᵢ − Δ̄‖, relative to ‖Δ̄‖, of the last exchange of moves
     spread: float | None = None
+    gain: float = 1.0  # factor of the learning rates in the last step
     # ranks that died with their residuals and their training since the last exchange
     lost_ranks: int = 0
     every: int = 0  # steps of the round under way; 0: it ends after so many seconds
@@ -404,6 +405,7 @@ class LocalCounters:
         spread = (
             "" if self.spread is None else f"last spread {self.spread:.2g} of {spread_of} over "
         )
+        gain = f", steps {self.gain:.2f} times as long" if self.gain != 1 else ""
         restarts = f", {self.restarts} inner states started anew" if self.restarts else ""
         crossed = (
             f"{self.sent_bytes / 1e6:.1f} MB sent ({self.bits:.2f} bits per parameter and round)"
@@ -411,5 +413,6 @@ class LocalCounters:
         return (
             f"{self.steps} steps, {self.rounds} rounds{self._length()}, {crossed}, waited "
             f"{self.waited:.1f} s, {spread}"
-            f"{self.participants} ranks, {self.dropped} exchanges with a change left out{restarts}"
+            f"{self.participants} ranks, {self.dropped} exchanges with a change left out"
+            f"{restarts}{gain}"
         )

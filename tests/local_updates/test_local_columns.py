@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import commpress
-from local_twin import options_of
+from local_twin import HiddenOf, options_of
 
 STEPS = 8
 
@@ -93,3 +93,40 @@ def test_a_replica_that_is_not_finite_in_one_shard_is_left_out_with_all(pool, op
         for found, expected in zip(weights, results[0][0], strict=True):
             assert torch.isfinite(found).all()
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def adam_on_replicas(mesh=None):
+    """Train in hidden rounds; return weights, factors of the learning rate, and the bias here."""
+    net, group = Net(), None
+    if mesh is not None:
+        mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("dp", "tp"))
+        net = parallelize_module(
+            net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
+        group = mesh["dp"].get_group()
+    inner = torch.optim.AdamW(net.parameters(), lr=0.01)
+    local = commpress.LocalUpdates(inner, process_group=group, every=HiddenOf(steps=1), codec=None)
+    replica, gains = dist.get_rank() if mesh is None else mesh["dp"].get_local_rank(), []
+    for step in range(STEPS):
+        torch.manual_seed(100 * replica + step)
+        net(torch.randn(4, 16)).square().mean().backward()
+        local.step()
+        local.zero_grad()
+        gains.append(local.counters.gain)
+    local.drain()
+    bias = net.down.bias
+    bias = bias.to_local() if hasattr(bias, "to_local") else bias
+    return [whole(p) for p in net.parameters()], gains, bias.detach().clone()
+
+
+def test_steps_of_cut_replicas_are_as_long_as_those_of_whole_ones(pool):
+    """The spread is that of all shards: replicated parameters would else drift apart."""
+    twin, factors, _ = pool.run(adam_on_replicas, size=2)[0]
+    assert factors[-1] > 1.005
+    every = pool.run(adam_on_replicas, (2, 2), size=4)
+    for weights, gains, bias in every:
+        assert gains == every[0][1]
+        assert gains == pytest.approx(factors, rel=0.01)
+        assert torch.equal(bias, every[0][2])
+        for found, expected in zip(weights, twin, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)

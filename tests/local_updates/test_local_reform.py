@@ -151,3 +151,18 @@ def test_ranks_that_train_together_are_refused():
     local = LocalUpdates(inner, every=2, process_group=Loopback(1).transport(0))
     with pytest.raises(InvalidArgument, match="inner has ranks that train together"):
         local.reform(changes({0}, 0, 2)[0])
+
+
+@pytest.mark.parametrize("new", [0, 1])
+def test_steps_are_as_long_on_all_ranks_that_go_on(new):
+    """The mean spread is that of the ranks that were, at most that of the ranks that are."""
+    world = trained(4, 9, every=HiddenOf(steps=2), outer=None, dies=())
+    for owner in owners(world):
+        owner.facts.spread = 2.5
+    world.reform({0, 1}, new)
+    for owner in owners(world)[2:]:
+        owner.load_shared_state(owners(world)[0].shared_state())
+    assert [owner.facts.spread for owner in owners(world)] == [1.0 + new] * (2 + new)
+    world.run(range(9, 14))
+    assert len({owner.counters.gain for owner in owners(world)}) == 1
+    assert world.agree()

@@ -304,7 +304,7 @@ def damages(state):
 # torch's own, and what older versions did not save
 NAMED = r"0000[012]|groups of|of other parameters|in a window"
 FREE = {"param_groups", "inner", "momentum_buffer", "pace", "paces", "bases", "nodes", "lacking"}
-FREE |= {"finite", "alpha", "kept", "long", "object", "rules", "compressed"}
+FREE |= {"finite", "alpha", "kept", "long", "object", "rules", "compressed", "spread"}
 TWICE = {
     ("commpress",),
     ("rank",),
