@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 
 from commpress.checksum import checksum_of
-from commpress.codecs import BlockCodec, CastCodec, Codec, Policy, policy_of
+from commpress.codecs import BlockCodec, CastCodec, Codec, LowRankCodec, Policy, policy_of
 from commpress.collectives.allreduce import Call, settle
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
@@ -249,11 +249,12 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
     def _lengthen(self, wanted: bool | None) -> None:
         """Let the steps of ``inner`` follow the ranks' spread, where that is known to help."""
         able = isinstance(self.every, Hidden) and type(self.outer) is Average and self.inner.of_adam
-        if wanted and not (able and all(map(self._fine, self.fragments))):
+        if wanted and not (able and all(self._fine(f, LowRankCodec) for f in self.fragments)):
             raise InvalidArgument(
                 "lengthen is True, expected it with every='auto', outer=None or Average(), a codec "
-                "as fine as 'int4' and as inner Adam, AdamW, NAdam, RAdam or Adamax of torch: "
-                "where steps follow the size of gradients, noise does not shorten them"
+                "as fine as 'int4' or a low-rank one, and as inner Adam, AdamW, NAdam, RAdam or "
+                "Adamax of torch: where steps follow the size of gradients, noise does not shorten "
+                "them"
             )
         if able and wanted is not False:
             self.inner.lengthen(self._gain)
@@ -528,7 +529,8 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         taken = all(outcome.finite for outcome in outcomes)
         self.meter.exchanged(monotonic() - start)
         squares = [each.square if each.finite else 0.0 for each in headers]
-        fine, spread = any(squares) and self._fine(fragment), None
+        # a low-rank mean is shorter than the mean, so that spread is a little too large
+        fine, spread = any(squares) and self._fine(fragment, LowRankCodec), None
         around, mean = self.outer.spread(exchange, fragment.work, weights, squares)
         if self.columns is not None:
             column = yield from self.columns.gathered([float(taken), float(fine), around, mean])
@@ -542,7 +544,8 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
             self.counters.participants = sum(weight > 0 for weight in weights)
             if fine and isfinite(around + mean):
                 spread = around / mean if mean > 0 else 0.0
-            self.counters.spread = None if spread is None else sqrt(spread)
+            shown = spread if self._fine(fragment) else None
+            self.counters.spread = None if shown is None else sqrt(shown)
         return self._finish(header, taken=taken), pace, start, spread
 
     def _finish(self, header: ExchangeHeader, *, taken: bool) -> bool:
@@ -613,11 +616,13 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
             )
         self.counters.restarts += restarts
 
-    def _fine(self, fragment: Fragment) -> bool:
-        """True if the codecs' errors are small compared with the spread of changes."""
+    def _fine(self, fragment: Fragment, *others: type[Codec]) -> bool:
+        """True if the codecs' errors are small compared with the spread of changes, or codecs are
+        among ``others``."""
         codecs = [self.exchanges.policy.choose(each.name, each.numel) for each in fragment.locals]
         return all(
-            isinstance(c, CastCodec) or (isinstance(c, BlockCodec) and c.number != "log3")
+            isinstance(c, (CastCodec, *others))
+            or (isinstance(c, BlockCodec) and c.number != "log3")
             for c in codecs
         )
 

@@ -213,3 +213,12 @@ def test_no_step_of_adam_becomes_longer_than_twenty_learning_rates():
     longest = (1 - beta1) / sqrt((1 - beta2) * (1 - beta1**2 / beta2))
     assert facts.gain > 2.5
     assert facts.gain * longest <= 20
+
+
+def test_steps_are_longer_also_with_low_rank_means():
+    ranks = Ranks(3, inner=adamw, lengthen=True, **HIDDEN | {"codec": "powersgd-2"})
+    for step in range(30):
+        ranks.step(alike(3, step))
+    assert 1.01 < ranks.local[0].counters.gain < sqrt(3)
+    assert ranks.local[0].counters.spread is None
+    assert ranks.agree()
