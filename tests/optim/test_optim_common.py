@@ -162,6 +162,52 @@ def test_what_needs_no_gradient_stays_as_it_is(cls, size):
 
 
 @every_kind
+@some_sizes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_the_user_writes_between_steps_are_the_ones_that_train(cls, size, dtype):
+    """As by ``model.load_state_dict``: a step at rate zero then leaves every bit as written. Half
+    precision, and columns before rows as in channels_last, have float32 weights beside them."""
+    options = {"lr": 1e-3} | KINDS[cls]
+    group = Replicas(lambda p, t: cls(p, transport=t, **options), size, dtype=dtype)
+    for mine in group.parameters:
+        mine[0].data = mine[0].data.t().contiguous().t()
+    group.optimizers = [
+        cls(p, transport=t, **options)
+        for p, t in zip(group.parameters, Loopback(size).transports(), strict=True)
+    ]
+    for step in range(1 if KINDS[cls] is WINDOWS else 6):
+        group.step(noise(size, step))
+    written = start(seed=9)
+    for mine, optimizer in zip(group.parameters, group.optimizers, strict=True):
+        for p, value in zip(mine, written, strict=True):
+            with torch.no_grad():
+                p.copy_(value)
+        optimizer.param_groups[0]["lr"] = 0.0
+    assert group.step(noise(size, 9)) == [True] * size
+    for mine in group.parameters:
+        assert equal(mine, [value.to(dtype) for value in written])
+
+
+@pytest.mark.parametrize("cls", [OneBitAdam, ZeroOneAdam, OneBitLamb])
+def test_writing_the_same_weights_once_more_changes_no_bit_of_a_run(cls):
+    """As a model that is loaded after its optimizer: what rounding to half precision cut off
+    stays."""
+
+    def run(*, again):
+        options = {"lr": 1e-4} | KINDS[cls]
+        group = Replicas(lambda p, t: cls(p, transport=t, **options), 2, dtype=torch.bfloat16)
+        for step in range(8):
+            group.step(noise(2, step))
+            for p in group.parameters[0] if again else ():
+                with torch.no_grad():
+                    p.copy_(p.clone())
+        return group.parameters[0], group.optimizers[0].flat.weights
+
+    for mine, other in zip(run(again=True), run(again=False), strict=True):
+        assert equal(mine, other)
+
+
+@every_kind
 def test_what_is_left_alone_from_some_step_on_is_left_alone_by_all_ranks(cls):
     """In each round of a window, the first one of it too: at its end all ranks hold the same."""
     for at in range(3, 9):
