@@ -251,7 +251,8 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
         # codecs of compressed rounds, chosen anew between two of them
         self.choice = choice_of(codec, partial(policy_of, min_numel=min_numel), tries=False)
         self.compressed = 0  # rounds that were taken, by which the choice counts
-        assert self.choice.usual is not None
+        if self.choice.usual is None:
+            raise InvalidArgument("codec is None, expected a codec: 'none' sends float32")
         self.codec, self.exact_codec = self.choice.usual, codec_named(exact_codec)
         finer = None if spiky_codec is None else codec_named(spiky_codec)
         self.tensors = TensorStates(self.codec, finer, self.exact_codec, min_numel, variance_floor)
@@ -1113,7 +1114,7 @@ def _refuse_unknown(kind: type, options: dict[str, Any]) -> None:
 
 
 def _check_norm(norm: float | None) -> None:
-    if norm is not None and norm <= 0:
+    if norm is not None and not norm > 0:
         raise InvalidArgument(f"max_grad_norm is {norm!r}, expected a positive number or None")
 
 

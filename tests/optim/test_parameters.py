@@ -92,3 +92,23 @@ def test_dtensors_are_refused_with_the_cure_and_offloaded_takes_them(
             assert "is a DTensor" in text
             assert "compress_fsdp" in text
         assert torch.equal(weights, values - 1)
+
+
+NAN = float("nan")
+SWITCHES = [{"max_grad_norm": NAN}, {"variance_floor": NAN}, {"codec": None}]
+SWITCHES += [{"exact_steps": NAN}, {"exact_steps": 150.0}]
+
+
+@pytest.mark.parametrize("options", SWITCHES, ids=str)
+@pytest.mark.parametrize("maker", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
+def test_what_would_switch_a_feature_off_is_refused_when_constructed(maker, options):
+    (name, value) = next(iter(options.items()))
+    with pytest.raises(InvalidArgument, match=f"{name} is {value}, expected"):
+        getattr(commpress, maker)([torch.nn.Parameter(torch.ones(300))], **options)
+
+
+@pytest.mark.parametrize("norm", [NAN, -1.0, 0.0])
+def test_partitioned_takes_no_norm_that_would_turn_gradients_around(norm):
+    parameters = [torch.nn.Parameter(torch.ones(300))]
+    with pytest.raises(InvalidArgument, match=f"max_grad_norm is {norm}"):
+        commpress.Partitioned(parameters, torch.optim.AdamW, max_grad_norm=norm)
