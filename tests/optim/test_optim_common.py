@@ -142,6 +142,23 @@ def test_one_clip_factor_for_all_ranks(cls):
     assert 0.5 < np.linalg.norm(pushed) < 2.0
 
 
+def made(cls, options, parameters, transport):
+    return cls(parameters, transport=transport, **options)
+
+
+@every_kind
+@some_sizes
+def test_a_norm_that_no_gradient_reaches_changes_no_bit(cls, size):
+    runs, shapes = [], ((7,), (700,), (40, 50))  # the largest last, as embeddings may be
+    for most in (None, 1.0):
+        options = {"lr": 1e-3, "max_grad_norm": most} | KINDS[cls]
+        group = Replicas(partial(made, cls, options), size, shapes)
+        for step in range(10):
+            group.step([[1e-3 * g for g in mine] for mine in noise(size, step, shapes)])
+        runs.append(group.parameters[0])
+    assert equal(*runs)
+
+
 @every_kind
 @some_sizes
 def test_what_needs_no_gradient_stays_as_it_is(cls, size):
