@@ -326,8 +326,8 @@ def test_a_model_is_averaged_though_nobody_keeps_the_states(pool, codec):
 
 
 def frozen_and_thawed():
-    """Whether a layer that was frozen after compress keeps its bits, and the error of one that was
-    frozen before and thaws after."""
+    """Return whether a layer that was frozen after compress keeps its bits, and the error of one
+    that was frozen before and thaws after."""
     mesh, model = columns((2, 1)), Net()
     model.norm.requires_grad_(False)
     commpress.compress(model, mesh=mesh, dims={"dp": "int4"})
