@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import ceil, sqrt
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
-from commpress.errors import InvalidArgument, StateMismatch, check_entries
+from commpress.errors import InvalidArgument, StateMismatch, check_counts, check_entries
 
 PACES = 3  # last exchanges that decide the length of a round
 SPREAD = 100  # steps over which the square of the ranks' spread is averaged
@@ -122,10 +122,10 @@ class AfterSteps:
     steps: int
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
+        check_counts(exact_steps=self.steps)
+        if not self.steps:
             raise InvalidArgument(
-                f"exact_steps is {self.steps}, expected at least 1: without one exact step there "
-                "is no variance"
+                "exact_steps is 0, expected at least 1: without one exact step there is no variance"
             )
 
     def probes(self, step: int) -> bool:
@@ -183,8 +183,7 @@ class DoublingUpdates:
     per_interval: int = 16
 
     def __post_init__(self) -> None:
-        if self.per_interval < 1:
-            raise InvalidArgument(f"variance_updates is {self.per_interval}, expected at least 1")
+        check_counts(1, variance_updates=self.per_interval)
 
     def count(self, step: int) -> int:
         octave = (step // self.per_interval + 1).bit_length() - 1

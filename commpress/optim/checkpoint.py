@@ -152,6 +152,16 @@ def check_groups(
         )
 
 
+def _check_steps(groups: Sequence[dict[str, Any]]) -> None:
+    """Raise ``StateMismatch`` for groups whose steps are another Adam's."""
+    for name in ("amsgrad", "maximize"):
+        if any(group.get(name) for group in groups):
+            raise StateMismatch(
+                f"the state has groups with {name}=True, which no compressed optimizer does: train "
+                "on with torch.optim.AdamW"
+            )
+
+
 def check_length(found: Sequence[Any] | torch.Tensor, wanted: int, what: str) -> None:
     if len(found) != wanted:
         raise StateMismatch(
@@ -323,6 +333,7 @@ def check_tensors(
     """Check that groups and per-parameter tensors fit; ``whole``: also that none is missing."""
     check_entries(state, ("state", "param_groups"), "the state")
     check_groups(optimizer, state["param_groups"])
+    _check_steps(state["param_groups"])
     flat, numbers = optimizer._flat, _numbers(optimizer, state, shared=True)
     for name, p, shape, number in zip(
         flat.names, flat.parameters, flat.shapes, numbers, strict=True

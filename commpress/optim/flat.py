@@ -12,7 +12,7 @@ import torch
 
 from commpress.errors import InvalidArgument
 from commpress.kernels.adam import Segments
-from commpress.optim.layout import check_parameter, local
+from commpress.optim.layout import check_parameter, local, version_of
 from commpress.torch_private import adam
 
 ALIGN = 16  # elements: every parameter starts on a cache line
@@ -63,6 +63,7 @@ class Flat:
         self._cast: torch.Tensor | None = None
         self._placed: dict[range | tuple[int, ...], Segments] = {}
         self.weights: list[torch.Tensor] = [shard.detach() for shard in shards]
+        self._seen: dict[int, tuple[int, int]] = {}  # of parameters with a copy, see ``trust``
         self.adopt()
 
     def new(self) -> torch.Tensor:
@@ -90,6 +91,7 @@ class Flat:
         exact."""
         for i in before.shadowed:
             self.weights[i].copy_(before.weights[i])
+        self._seen |= before._seen
 
     def view(self, buffer: torch.Tensor, i: int) -> torch.Tensor:
         first, numel = self.places[i]
@@ -104,14 +106,36 @@ class Flat:
             assert self.master is not None
             self.weights[i] = self.view(self.master, i)
             self.weights[i].copy_(self.shard(i))
+        self.trust(self.shadowed)
 
     def publish(self) -> None:
         """Write float32 weights into parameters of other dtypes."""
         for i in self.shadowed:
             self.shard(i).copy_(self.weights[i])
+        self.trust(self.shadowed)
+
+    def trust(self, indices: Iterable[int]) -> None:
+        """Record that these parameters and the copies of them belong together as they are now."""
+        self._seen |= {i: self._place_of(i) for i in indices}
+
+    def _place_of(self, i: int) -> tuple[int, int]:
+        p = self.parameters[i]
+        return version_of(p), local(p).data_ptr()
+
+    def rewritten(self) -> list[int]:
+        """Return the parameters that were written since ``trust``, as by
+        ``model.load_state_dict``."""
+        return [i for i, seen in self._seen.items() if self._place_of(i) != seen]
+
+    def readopt(self) -> None:
+        """Update float32 weights where parameters are no longer these, rounded."""
+        for i in {*self.rewritten()}.intersection(self.shadowed):
+            p, weights = self.shard(i), self.weights[i]
+            weights.copy_(torch.where(p == weights.to(p.dtype), weights, p.float()))
 
     def check(self) -> None:
-        """Check that parameters have not moved, as ``module.to()`` does."""
+        """Check that parameters have not moved, as ``module.to()`` does, and follow those that
+        were written."""
         shadowed = set(self.shadowed)
         for i, dtype in enumerate(self._dtypes):
             p = local(self.parameters[i])
@@ -125,6 +149,7 @@ class Flat:
             if moved:
                 self.weights[i] = p.detach()
                 self._placed.clear()
+        self.readopt()
 
     def gradient(self, i: int, given: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return a gradient, float32 and contiguous; None stands for zeros, so that a missing

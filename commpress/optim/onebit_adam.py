@@ -89,7 +89,8 @@ class FreezingOptimizer(CompressedOptimizer):
         if exact_steps == "auto":
             self.freeze: Freeze = WhenStable(window=max(round(1 / (1 - betas[1])), 1))
         else:
-            self.freeze = AfterSteps(exact_steps) if isinstance(exact_steps, int) else exact_steps
+            given: Any = exact_steps
+            self.freeze = given if hasattr(given, "freezes") else AfterSteps(given)
 
     @property
     def frozen(self) -> bool:

@@ -120,6 +120,14 @@ class OneBitLamb(OneBitAdam):
             self.coefficient[at] = coefficient
             self.tensors.count(at, self.steps_done + 1)
 
+    def norm_of_mean(self) -> Steps[float | None]:
+        """Return the norm of the mean gradient, tensor by tensor: between them ``work`` has what is
+        left of the directions of the last exact step."""
+        if self.columns is not None:
+            return (yield from super().norm_of_mean())
+        norms = [torch.linalg.vector_norm(mean) for mean in self._works]
+        return float(torch.linalg.vector_norm(torch.stack(norms)))
+
     def _rule(self, group: dict[str, Any]) -> LayerRule:
         return LayerRule(
             group["betas"],

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from inspect import signature
 from math import inf, isfinite
 from typing import Any, Literal, TypedDict
 
@@ -251,7 +252,8 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
         # codecs of compressed rounds, chosen anew between two of them
         self.choice = choice_of(codec, partial(policy_of, min_numel=min_numel), tries=False)
         self.compressed = 0  # rounds that were taken, by which the choice counts
-        assert self.choice.usual is not None
+        if self.choice.usual is None:
+            raise InvalidArgument("codec is None, expected a codec: 'none' sends float32")
         self.codec, self.exact_codec = self.choice.usual, codec_named(exact_codec)
         finer = None if spiky_codec is None else codec_named(spiky_codec)
         self.tensors = TensorStates(self.codec, finer, self.exact_codec, min_numel, variance_floor)
@@ -345,6 +347,7 @@ class CompressedOptimizer(Stateful, torch.optim.Optimizer, ABC):
         self.param_groups[-1]["added_at"] = self.steps_done
         try:
             check_numbers(self.param_groups[-1])
+            _refuse_options(type(self), param_group, self.defaults)
             if self.flat is not None:
                 self._follow_groups()
         except Exception:
@@ -1106,15 +1109,25 @@ def _refuse_unknown(kind: type, options: dict[str, Any]) -> None:
                 f"{name} got {word}={value!r}, which is DeepSpeed's word; here it is "
                 f"{DEEPSPEED[word]}"
             )
-    refuse_unknown(
-        kind.__name__,
-        options,
-        *(base.__init__ for base in kind.__mro__ if issubclass(base, CompressedOptimizer)),
-    )
+    refuse_unknown(kind.__name__, options, *_constructors(kind))
+
+
+def _constructors(kind: type) -> list[Callable[..., object]]:
+    return [base.__init__ for base in kind.__mro__ if issubclass(base, CompressedOptimizer)]
+
+
+def _refuse_options(kind: type, group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise an error for options in a parameter group that only the constructor reads."""
+    every = {name for each in _constructors(kind) for name in signature(each).parameters}
+    for name in sorted(every.intersection(group) - {"params", *defaults}):
+        raise InvalidArgument(
+            f"{name} is {group[name]!r} in a parameter group, but {kind.__name__} has one for all: "
+            "pass it to the constructor; codecs by name are commpress.ByName({...}, 'sign')"
+        )
 
 
 def _check_norm(norm: float | None) -> None:
-    if norm is not None and norm <= 0:
+    if norm is not None and not norm > 0:
         raise InvalidArgument(f"max_grad_norm is {norm!r}, expected a positive number or None")
 
 
@@ -1123,6 +1136,12 @@ def check_numbers(group: dict[str, Any]) -> None:
     for name in ("lr", "eps", "weight_decay"):
         if not float(group[name]) >= 0:
             raise InvalidArgument(f"{name} is {group[name]!r}, expected a number of at least 0")
+    for name in ("amsgrad", "maximize"):
+        if group.get(name):
+            raise InvalidArgument(
+                f"{name} is {group[name]!r} in a parameter group, expected False: no compressed "
+                "optimizer does that"
+            )
     betas = group["betas"]
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise InvalidArgument(f"betas is {betas!r}, expected two numbers of at least 0 and below 1")

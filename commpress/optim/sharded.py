@@ -110,8 +110,13 @@ class ShardedOptimizer(Divided, CompressedOptimizer):
         for name in ("master", "momentum", "variance", "mean"):
             setattr(self, name, grown(getattr(self, name), self.full.numel, flat.device))
         self._show()
-        for i in range(had, len(self.parts)):
-            self._weights[i].copy_(self.own(flat.shard(i), i))
+        self._adopt(range(had, len(self.parts)))
+
+    def _adopt(self, indices: Iterable[int]) -> None:
+        """Set master weights to the values of these parameters."""
+        for i in indices:
+            self._weights[i].copy_(self.own(self._flat.shard(i), i))
+        self._flat.trust(indices)
 
     def _scatter(self, policy: Policy, *, feedback: bool) -> Scatter:
         return Scatter([], policy, self.channel, self._flat.device, feedback=feedback)
@@ -130,6 +135,7 @@ class ShardedOptimizer(Divided, CompressedOptimizer):
 
     def before(self, kind: RoundKind) -> Steps[None]:
         self._check_complete()
+        self._adopt(self._flat.rewritten())
         if self.unknown and kind is not RoundKind.EXACT:  # a state was loaded
             yield from self.learn()
 
@@ -176,6 +182,7 @@ class ShardedOptimizer(Divided, CompressedOptimizer):
         yield from scatter.gather(self.mean, self.work, key=self.steps_done)
         for i, p in trained:
             (p.copy_ if whole else p.add_)(self._flat.view(self.work, i))
+        self._flat.trust(self.numbers)
 
     def longest(self, i: int) -> float:
         """Return the longest move of a parameter in one step: Adam's own bound. The rest of w − x
@@ -313,4 +320,5 @@ class ShardedOptimizer(Divided, CompressedOptimizer):
     def follow(self, schedule: Mapping[str, Any], change: Change | None = None) -> None:
         super().follow(schedule, change)
         checkpoint.take_rows(self, schedule)
+        self._flat.trust(self.numbers)
         self.unknown = True

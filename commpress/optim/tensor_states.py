@@ -68,7 +68,7 @@ class TensorStates:
     def __init__(
         self, codec: Policy, finer: Codec | None, exact: Codec, min_numel: int, floor: float
     ) -> None:
-        if floor < 0:
+        if not floor >= 0:
             raise InvalidArgument(f"variance_floor is {floor!r}, expected a number of at least 0")
         self.codec, self.finer, self.exact, self.min_numel, self.floor = (
             codec,

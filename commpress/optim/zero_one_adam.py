@@ -62,7 +62,7 @@ import torch
 from commpress.collectives.agreement import gathered
 from commpress.collectives.change import Change
 from commpress.collectives.handover import Standing
-from commpress.errors import InvalidArgument, check_entries
+from commpress.errors import check_counts, check_entries
 from commpress.logs import warn_on_first
 from commpress.optim.checkpoint import check_length
 from commpress.optim.flat import Flat
@@ -115,15 +115,12 @@ class Windows:
     steps: Γ and D of each parameter group."""
 
     def __init__(self, sync: Spans, variance_updates: int | Updates, exact_steps: int) -> None:
-        if exact_steps < 0:
-            raise InvalidArgument(
-                f"exact_steps is {exact_steps}, expected 0 or more steps that are exact"
-            )
+        check_counts(exact_steps=exact_steps)
         self.warmup = exact_steps
         self.sync = sync_named(sync)
         self.variance_schedule: Updates = (
             DoublingUpdates(variance_updates)
-            if isinstance(variance_updates, int)
+            if isinstance(variance_updates, int | float)
             else variance_updates
         )
         self.begin_anew(0)

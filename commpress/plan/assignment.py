@@ -16,7 +16,7 @@ in the bytes that one rank for all layers would take (``assign_ranks``).
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import frexp, isfinite, nan, prod
 
 import numpy as np
 import torch
@@ -208,8 +208,12 @@ def rank_options(codec: LowRankCodec) -> tuple[int, ...]:
 
 def errors_of_ranks(matrix: torch.Tensor, options: Sequence[int]) -> list[float]:
     """‖M − Mᵣ‖² of the best approximation of each rank, from a random sketch that two rounds of
-    power iteration have turned towards the largest singular vectors."""
-    m, columns = matrix.float(), options[-1] + SPARE
+    power iteration have turned towards the largest singular vectors; NaN unless M is finite."""
+    peak = float(matrix.abs().amax())
+    if not isfinite(peak):
+        return [nan] * len(options)
+    exponent = frexp(peak)[1]  # products of M with itself may overflow
+    m, columns = (matrix.double() * 2.0**-exponent).float(), options[-1] + SPARE
     m = m if len(m) <= m.shape[1] else m.T
     if len(m) > columns:
         draws = torch.Generator(m.device).manual_seed(0)
@@ -218,7 +222,7 @@ def errors_of_ranks(matrix: torch.Tensor, options: Sequence[int]) -> list[float]
             sketch = m @ (m.T @ torch.linalg.qr(sketch).Q)
         m = torch.linalg.qr(sketch).Q.T @ m
     m = m.double()
-    squares = torch.linalg.eigvalsh(m @ m.T).flip(0).cumsum(0).tolist()
+    squares = (4.0**exponent * torch.linalg.eigvalsh(m @ m.T).flip(0).cumsum(0)).tolist()
     whole = float(matrix.double().square().sum())
     return [max(whole - squares[min(rank, len(squares)) - 1], 0.0) for rank in options]
 

@@ -213,6 +213,7 @@ def compress_mesh(
             )
             for model in models:
                 states.replicas.start_alike(model, mesh[name].get_group())
+                states.replicas.belong_to(model)
                 if stages is not None:
                     states.replicas.watch(model)
     for name in pipelined:

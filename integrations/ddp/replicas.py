@@ -6,6 +6,7 @@ the local gradients in buckets, in the reverse order of parameters like DDP, and
 ``CompressedState``.
 """
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from commpress.optim.backward import BackwardBuckets, weakly
 from commpress.optim.layout import alike, local, settle_gradient
 
 BUCKET_BYTES = 25 << 20
+# the averaging of a model lives as long as the model, whoever keeps what ``compress`` returned
+OF_MODEL: "weakref.WeakKeyDictionary[torch.nn.Module, Replicas]" = weakref.WeakKeyDictionary()
 
 
 class LocalBucket:
@@ -61,9 +64,9 @@ class LocalBucket:
     def give_back(self) -> None:
         """Write the means into the gradients."""
         for p, mean in zip(self.members, self.views, strict=True):
-            if p.grad is None:
+            if p.grad is None and p.requires_grad:
                 p.grad = alike(mean.clone(), p)
-            else:
+            elif p.grad is not None:
                 local(p.grad).copy_(mean)
 
 
@@ -80,12 +83,20 @@ class Replicas(BackwardBuckets):
         self, parameters: Iterable[torch.Tensor], state: CompressedState, *, in_backward: bool
     ) -> None:
         self.state, self.in_backward = state, in_backward
-        self.buckets = _buckets([p for p in parameters if p.requires_grad])
+        every = list(parameters)
+        self._frozen = [p for p in every if not p.requires_grad]
+        self.buckets = _buckets([p for p in every if p.requires_grad])
         super().__init__([bucket.members for bucket in self.buckets], hooked=in_backward)
         # versions of parameters at the first gradient that is not averaged yet
         self._owed: list[int] | None = None
         for p in (p for bucket in self.buckets for p in bucket.members if not in_backward):
             p.register_post_accumulate_grad_hook(weakly(self._owes))
+
+    def belong_to(self, model: torch.nn.Module) -> None:
+        """Average as long as ``model`` lives, in place of what did so before."""
+        if (before := OF_MODEL.get(model)) is not None:
+            before.close()
+        OF_MODEL[model] = self
 
     def watch(self, stage: torch.nn.Module) -> None:
         """Check before each forward of ``stage`` that parameters were not updated by unaveraged
@@ -126,6 +137,16 @@ class Replicas(BackwardBuckets):
                 "which are not those of the others by now: call states.synchronize() on every rank "
                 "between schedule.step() and optimizer.step()"
             )
+
+    def finish(self) -> None:
+        for p in self._frozen:
+            if p.requires_grad:
+                raise InvalidArgument(
+                    f"parameter {self.state.names.known(p)!r} was frozen when compress was called "
+                    "and requires a gradient now, which is not averaged: call compress while all "
+                    "that will train requires a gradient, and freeze it afterwards"
+                )
+        super().finish()
 
     def place(self, b: int, i: int) -> None:
         self.buckets[b].fetch(i)

@@ -292,6 +292,8 @@ class Partitioned(Divided, Wrapper):
         return 1.0 if self.columns is None else self.columns.share(own.member.parameter)
 
     def _check_norm(self, name: str, limit: float) -> None:
+        if not limit > 0:
+            raise InvalidArgument(f"{name} is {limit!r}, expected a positive number")
         if self.consensus is not None and self.columns is None:
             raise InvalidArgument(
                 f"{name} is {limit!r} and agree_over is given, but no parameter is a DTensor, from "

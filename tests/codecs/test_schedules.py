@@ -138,8 +138,12 @@ def test_facts_survive_a_checkpoint():
 def test_bad_values_are_named():
     with pytest.raises(InvalidArgument, match="exact_steps is 0"):
         AfterSteps(0)
-    with pytest.raises(InvalidArgument, match="variance_updates is 0"):
-        DoublingUpdates(0)
+    for nonsense in (0, float("nan"), 2.5):
+        with pytest.raises(InvalidArgument, match=f"variance_updates is {nonsense!r}"):
+            DoublingUpdates(nonsense)
+    for nonsense in (float("nan"), float("inf"), 150.0, True, None, "soon"):
+        with pytest.raises(InvalidArgument, match=f"exact_steps is {nonsense!r}"):
+            AfterSteps(nonsense)
     with pytest.raises(InvalidArgument, match="sync is 'sometimes'"):
         sync_named("sometimes")
     for none in (0, True, -3):

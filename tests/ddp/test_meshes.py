@@ -5,6 +5,7 @@ Gradients come from a generator, the same for every mesh, so a run on 2 × 2 ran
 1 with whole parameters.
 """
 
+import gc
 from contextlib import nullcontext
 
 import pytest
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commpress
 from column_twin import SHAPES, apart, columns, parameters, placed, values, whole
 from commpress.errors import NonFiniteGradient, StateMismatch
+from commpress.integrations.ddp.replicas import OF_MODEL
 from commpress.schedules import DoublingIntervals
 from ranks import refused
 from variants import first, seldom
@@ -302,6 +304,53 @@ def test_without_a_codec_a_mesh_trains_as_torch_does(pool, kind):
 
 def accumulated():
     return one_call("plain", "none", accumulates=True)
+
+
+def let_go(codec):
+    """Gradients on two replicas, of which nobody keeps what compress returned, twice."""
+    gc.collect()
+    mesh, model, before = columns((2, 1)), Net(), len(OF_MODEL)
+    for _ in range(2):
+        commpress.compress(model, mesh=mesh, dims={"dp": codec})
+    gc.collect()
+    draws = torch.Generator().manual_seed(dist.get_rank())
+    model(torch.randn(6, 16, generator=draws)).square().mean().backward()
+    return {name: p.grad for name, p in model.named_parameters()}, len(OF_MODEL) - before
+
+
+@pytest.mark.parametrize("codec", ["none", "int4"])
+def test_a_model_is_averaged_though_nobody_keeps_the_states(pool, codec):
+    (first, count), (second, _) = pool.run(let_go, codec, size=2)
+    assert apart(first, second) == 0.0
+    assert count == 1, "the second call takes the first one's place"
+
+
+def frozen_and_thawed():
+    """Return whether a layer that was frozen after compress keeps its bits, and the error of one
+    that was frozen before and thaws after."""
+    mesh, model = columns((2, 1)), Net()
+    model.norm.requires_grad_(False)
+    commpress.compress(model, mesh=mesh, dims={"dp": "int4"})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+
+    def step():
+        model(torch.randn(6, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    model.embed.requires_grad_(False)
+    before = [p.detach().clone() for p in model.embed.parameters()]
+    step()
+    stays = all(map(torch.equal, model.embed.parameters(), before))
+    model.norm.requires_grad_(True)
+    return stays, refused({"thawed": step})["thawed"]
+
+
+def test_frozen_layers_of_a_mesh_stay_and_thawed_ones_are_refused(pool):
+    for stays, error in pool.run(frozen_and_thawed, size=2):
+        assert stays
+        assert "'norm.weight' was frozen when compress was called" in error
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,23 @@ def test_one_clip_factor_for_all_ranks(cls):
     assert 0.5 < np.linalg.norm(pushed) < 2.0
 
 
+def made(cls, options, parameters, transport):
+    return cls(parameters, transport=transport, **options)
+
+
+@every_kind
+@some_sizes
+def test_a_norm_that_no_gradient_reaches_changes_no_bit(cls, size):
+    runs, shapes = [], ((7,), (700,), (40, 50))  # the largest last, as embeddings may be
+    for most in (None, 1.0):
+        options = {"lr": 1e-3, "max_grad_norm": most} | KINDS[cls]
+        group = Replicas(partial(made, cls, options), size, shapes)
+        for step in range(10):
+            group.step([[1e-3 * g for g in mine] for mine in noise(size, step, shapes)])
+        runs.append(group.parameters[0])
+    assert equal(*runs)
+
+
 @every_kind
 @some_sizes
 def test_what_needs_no_gradient_stays_as_it_is(cls, size):
@@ -159,6 +176,52 @@ def test_what_needs_no_gradient_stays_as_it_is(cls, size):
             True,
             False,
         ]
+
+
+@every_kind
+@some_sizes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_the_user_writes_between_steps_are_the_ones_that_train(cls, size, dtype):
+    """As by ``model.load_state_dict``: a step at rate zero then leaves every bit as written. Half
+    precision, and columns before rows as in channels_last, have float32 weights beside them."""
+    options = {"lr": 1e-3} | KINDS[cls]
+    group = Replicas(lambda p, t: cls(p, transport=t, **options), size, dtype=dtype)
+    for mine in group.parameters:
+        mine[0].data = mine[0].data.t().contiguous().t()
+    group.optimizers = [
+        cls(p, transport=t, **options)
+        for p, t in zip(group.parameters, Loopback(size).transports(), strict=True)
+    ]
+    for step in range(1 if KINDS[cls] is WINDOWS else 6):
+        group.step(noise(size, step))
+    written = start(seed=9)
+    for mine, optimizer in zip(group.parameters, group.optimizers, strict=True):
+        for p, value in zip(mine, written, strict=True):
+            with torch.no_grad():
+                p.copy_(value)
+        optimizer.param_groups[0]["lr"] = 0.0
+    assert group.step(noise(size, 9)) == [True] * size
+    for mine in group.parameters:
+        assert equal(mine, [value.to(dtype) for value in written])
+
+
+@pytest.mark.parametrize("cls", [OneBitAdam, ZeroOneAdam, OneBitLamb])
+def test_writing_the_same_weights_once_more_changes_no_bit_of_a_run(cls):
+    """As a model that is loaded after its optimizer: what rounding to half precision cut off
+    stays."""
+
+    def run(*, again):
+        options = {"lr": 1e-4} | KINDS[cls]
+        group = Replicas(lambda p, t: cls(p, transport=t, **options), 2, dtype=torch.bfloat16)
+        for step in range(8):
+            group.step(noise(2, step))
+            for p in group.parameters[0] if again else ():
+                with torch.no_grad():
+                    p.copy_(p.clone())
+        return group.parameters[0], group.optimizers[0].flat.weights
+
+    for mine, other in zip(run(again=True), run(again=False), strict=True):
+        assert equal(mine, other)
 
 
 @every_kind

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import commpress
-from commpress.errors import InvalidArgument
+from commpress.errors import InvalidArgument, StateMismatch
 from commpress.optim import ShardedOneBitAdam, ShardedZeroOneAdam
 from small_store import open_store
 
@@ -92,3 +92,45 @@ def test_dtensors_are_refused_with_the_cure_and_offloaded_takes_them(
             assert "is a DTensor" in text
             assert "compress_fsdp" in text
         assert torch.equal(weights, values - 1)
+
+
+NAN = float("nan")
+SWITCHES = [{"max_grad_norm": NAN}, {"variance_floor": NAN}, {"codec": None}]
+SWITCHES += [{"exact_steps": NAN}, {"exact_steps": 150.0}]
+
+
+@pytest.mark.parametrize("options", SWITCHES, ids=str)
+@pytest.mark.parametrize("maker", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
+def test_what_would_switch_a_feature_off_is_refused_when_constructed(maker, options):
+    (name, value) = next(iter(options.items()))
+    with pytest.raises(InvalidArgument, match=f"{name} is {value}, expected"):
+        getattr(commpress, maker)([torch.nn.Parameter(torch.ones(300))], **options)
+
+
+@pytest.mark.parametrize("norm", [NAN, -1.0, 0.0])
+def test_partitioned_takes_no_norm_that_would_turn_gradients_around(norm):
+    parameters = [torch.nn.Parameter(torch.ones(300))]
+    with pytest.raises(InvalidArgument, match=f"max_grad_norm is {norm}"):
+        commpress.Partitioned(parameters, torch.optim.AdamW, max_grad_norm=norm)
+
+
+@pytest.mark.parametrize("maker", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
+@pytest.mark.parametrize("name", ["maximize", "amsgrad", "codec", "max_grad_norm"])
+def test_groups_say_nothing_that_would_be_ignored(maker, name):
+    make, p = getattr(commpress, maker), torch.nn.Parameter(torch.ones(300))
+    with pytest.raises(InvalidArgument, match=f"{name} is True in a parameter group"):
+        make([{"params": [p], name: True}])
+    optimizer = make([p])
+    with pytest.raises(InvalidArgument, match=f"{name} is True in a parameter group"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(9))], name: True})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("name", ["maximize", "amsgrad"])
+def test_states_of_another_adam_are_refused(name):
+    p = torch.nn.Parameter(torch.ones(300))
+    p.grad = torch.ones(300)
+    adam = torch.optim.AdamW([p], **{name: True})
+    adam.step()
+    with pytest.raises(StateMismatch, match=f"groups with {name}=True"):
+        commpress.OneBitAdam([p]).load_state_dict(adam.state_dict())

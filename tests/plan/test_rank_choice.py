@@ -30,6 +30,13 @@ def test_errors_are_those_of_truncated_singular_values(shape, power):
     assert all(mine >= best * (1 - 1e-4) - 1e-6 for mine, best in zip(found, exact, strict=True))
 
 
+@pytest.mark.parametrize("exponent", [100, -100])
+def test_errors_scale_with_the_matrix(exponent):
+    matrix, options = decaying(400, 300, 0.3), rank_options(codec_named("powersgd-5"))
+    found = errors_of_ranks(matrix * 2.0**exponent, options)
+    assert found == [each * 4.0**exponent for each in errors_of_ranks(matrix, options)]
+
+
 def test_the_least_error_in_the_bytes_of_one_rank_for_all():
     codec, shapes = codec_named("powersgd-4+fp8"), {"a": (96, 80), "b": (64, 64), "c": (40, 48)}
     options = rank_options(codec)
