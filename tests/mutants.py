@@ -100,7 +100,7 @@ MUTANTS = [
     Mutant(
         "a tensor without moments is restored with some",
         "integrations/zero/offloaded.py",
-        "if self.steps_done and all(chunk.name(key) in self.store for key in self._moments):",
+        "if there and (self.steps_done or self._moments):",
         "if self.steps_done:",
         "tests/state/test_stores.py -k Muon",
     ),

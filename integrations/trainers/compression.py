@@ -11,6 +11,7 @@ that no weights are compressed unasked. A combination that does not fit raises a
 construction, or when the trainer has wrapped the model, before the first step.
 """
 
+from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -133,6 +134,18 @@ class Compression:
                 "accelerate launch, ModelParallelStrategy of Lightning) or "
                 "DistributedDataParallel, or leave it out"
             )
+
+    def one_of(self, optimizers: Sequence[Any]) -> Any:
+        """Return the first optimizer, which decides who averages; refuse another one that averages,
+        because whoever has the first one's parameters averages them already."""
+        for other in optimizers[1:]:
+            if averages(other) or isinstance(other, LocalUpdates):
+                raise InvalidArgument(
+                    f"optimizer {list(optimizers).index(other)} is {type(other).__name__}, which "
+                    f"averages over the ranks itself, beside a {type(optimizers[0]).__name__}: "
+                    "give one optimizer all parameters"
+                )
+        return optimizers[0]
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raise ``InvalidArgument`` if the optimizer does not suit replicas, or compresses itself

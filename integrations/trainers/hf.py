@@ -18,6 +18,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import wraps
 from pathlib import Path
 from typing import Any, Unpack
@@ -26,7 +27,8 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedDataParallelKwargs
 from torch.nn.parallel import DistributedDataParallel
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from commpress.errors import InvalidArgument, refuse_unknown
 from commpress.integrations.ddp.hook import CompressedState
@@ -136,7 +138,7 @@ class Compress(_Beside):
     def on_train_begin(self, args: Any, state: Any, control: Any, **things: Any) -> None:
         optimizer, several = bare(things), place()[1] > 1
         self._scaler = getattr(things["optimizer"], "scaler", None)
-        self._resume = _folder(args, state) if state.global_step else None
+        self._resume = _resumed(args, state) if state.global_step else None
         self._optimizer = optimizer if averages(optimizer) else None
         if isinstance(optimizer, CompressedOptimizer):
             optimizer.grad_scaler = self._scaler
@@ -277,7 +279,7 @@ class DividedExperts(TrainerCallback):
         if args.max_grad_norm:
             self._clip, args.max_grad_norm = args.max_grad_norm, 0
         if state.global_step:
-            load_experts(things["model"], bare(things), _folder(args, state))
+            load_experts(things["model"], bare(things), _resumed(args, state))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **things: Any) -> None:
         if self._clip is not None:
@@ -336,12 +338,12 @@ class LocalTraining(_Beside):
                 "in its steps: take another for local updates, such as AdamW"
             )
         refuse_shards("LocalTraining", things["model"])
-        self._resume = _folder(args, state) if state.global_step else None
+        self._resume = _resumed(args, state) if state.global_step else None
         if self._resume is not None:
             load_experts(things["model"], self._optimizer, self._resume)
         if place()[1] > 1:
             self.handle = things["model"].register_forward_pre_hook(self.first_forward)
-        elif self.local is None:
+        else:
             self._begin()
         if self.options.get("weight") == "tokens":
             self._counts = things["model"].register_forward_pre_hook(self._count, with_kwargs=True)
@@ -353,11 +355,13 @@ class LocalTraining(_Beside):
 
     def attach(self, ddp: DistributedDataParallel) -> None:
         keep_local(ddp)
-        if self.local is None:
-            self._begin()
+        self._begin()
 
     def _begin(self) -> None:
         assert self._optimizer is not None
+        if self.local is not None:  # of another train(), before which weights may have changed
+            self.local.close()
+            self._sent = 0
         self.local = LocalUpdates(self._optimizer, **self.options)
         if self._resume is not None:
             load_rank(self.local, self._resume)
@@ -439,11 +443,18 @@ def report_first(trainer: Any) -> None:
 
 
 def _folder(args: Any, state: Any) -> Path:
-    given = (
-        Path(args.resume_from_checkpoint) if isinstance(args.resume_from_checkpoint, str) else None
-    )
-    folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-    return folder if given is None or folder.exists() else given
+    """Return the checkpoint of this step, as the Trainer names it."""
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _resumed(args: Any, state: Any) -> Path:
+    """Return the checkpoint that a run resumes from: the one named in the arguments, if it is of
+    this step."""
+    given, own = args.resume_from_checkpoint, _folder(args, state)
+    file = Path(given) / TRAINER_STATE_NAME if isinstance(given, str) else own
+    if file.is_file() and TrainerState.load_from_json(str(file)).global_step == state.global_step:
+        return file.parent
+    return own
 
 
 def bare(things: dict[str, Any]) -> Any:
@@ -541,7 +552,7 @@ class DistributedCompression(DistributedDataParallelKwargs):
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Remember the wrapped model; Accelerate calls this. The optimizer is known only after
         ``prepare``, if there is one."""
-        self._model = model
+        self._serve(model)
         self._handle = model.register_forward_pre_hook(self._without_optimizer)
 
     @torch.compiler.disable
@@ -558,16 +569,26 @@ class DistributedCompression(DistributedDataParallelKwargs):
             for model in (each for each in every if isinstance(each, torch.nn.Module)):
                 wrapper = wrapper_of(getattr(model, "_orig_mod", model))
                 if wrapper == SHARDED:
-                    self._model = model
+                    self._serve(model)
                 # a model without gradients has no wrapper
                 elif wrapper and self._accelerator.num_processes > 1:
                     self.compression.check(wrapper)
             optimizers = [each for each in every if isinstance(each, torch.optim.Optimizer)]
             if optimizers:
-                self._join(getattr(optimizers[0], "optimizer", optimizers[0]))
+                inner = [getattr(each, "optimizer", each) for each in optimizers]
+                self._join(self.compression.one_of(inner))
             return made
 
         return prepared
+
+    def _serve(self, model: torch.nn.Module) -> None:
+        if self._model is not None and self._model is not model:
+            raise InvalidArgument(
+                f"a second model was prepared, a {type(model).__name__}, but one "
+                "DistributedCompression serves one model: call commpress.compress or compress_fsdp "
+                "for each of them, or make an Accelerator with a DistributedCompression for each"
+            )
+        self._model = model
 
     def _join(self, optimizer: Any) -> None:
         """Attach once the model and its optimizer are known."""
@@ -592,7 +613,8 @@ class DistributedCompression(DistributedDataParallelKwargs):
             load_rank(self.state, Path(folder))
 
     def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        own = ("compression", "state", "_accelerator", "_model", "_handle")
-        return {
-            key: value for key, value in super().to_dict(*args, **kwargs).items() if key not in own
+        """Return the arguments of DDP, without our own objects, which cannot be copied."""
+        named = {
+            each.name: getattr(self, each.name) for each in fields(DistributedDataParallelKwargs)
         }
+        return DistributedDataParallelKwargs(**named).to_dict(*args, **kwargs)

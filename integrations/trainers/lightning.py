@@ -37,6 +37,11 @@ from commpress.optim.zero_one_adam import WindowedOptimizer
 log = logging.getLogger("commpress")
 
 
+def _logs(trainer: Any, batch_idx: int) -> bool:
+    every: int = trainer.log_every_n_steps  # 0: never
+    return every > 0 and (batch_idx + 1) % every == 0
+
+
 class _Agreeing(Callback):
     """Base of callbacks that synchronize ranks before a validation or a checkpoint."""
 
@@ -87,7 +92,7 @@ class Compress(_Agreeing):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach, after weights and optimizer were loaded from a checkpoint."""
-        ddp, optimizer = trainer.strategy.model, trainer.optimizers[0]
+        ddp, optimizer = trainer.strategy.model, self.compression.one_of(trainer.optimizers)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         saved, self._saved = self._saved, []
         if isinstance(optimizer, LocalUpdates):
@@ -174,7 +179,7 @@ class Compress(_Agreeing):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.state is not None and (batch_idx + 1) % trainer.log_every_n_steps == 0:
+        if self.state is not None and _logs(trainer, batch_idx):
             counters = self.state.counters
             pl_module.log("commpress/bytes_per_step", counters.wire_bytes / max(counters.steps, 1))
             pl_module.log("commpress/ratio", counters.ratio)
@@ -258,7 +263,7 @@ class LocalTraining(_Agreeing):
             return
         self.local.after_step(tokens=self._counted)
         self._steps, self._counted = trainer.global_step, 0
-        if (batch_idx + 1) % trainer.log_every_n_steps == 0:
+        if _logs(trainer, batch_idx):
             counters = self.local.counters
             pl_module.log("commpress/rounds", float(counters.rounds))
             pl_module.log("commpress/sent_mb", counters.sent_bytes / 1e6)

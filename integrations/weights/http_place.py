@@ -142,7 +142,8 @@ class RelayPlace(HttpPlace):
 
     def look(self, after: int, seconds: float) -> bytes:
         head = super().look(after, seconds)
-        self._run = records.unpack(records.HeadRecord, head).run  # files of another have its names
+        found = records.unpack(records.HeadRecord, head)  # files of others have the same names
+        self._run = f"{found.run}/{found.epoch}"
         return head
 
     def range(self, name: str, first: int, most: int) -> tuple[bytes, int]:

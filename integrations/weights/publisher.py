@@ -149,6 +149,9 @@ class Publisher(AbstractContextManager["Publisher"]):
             scanned = self._part.scan(first=not self._held.version)
         except Exception as error:  # of this rank: the others learn of it where all meet
             scanned = error
+        except BaseException:  # copies may be of two versions
+            self._failure = StateMismatch("it was interrupted")
+            raise
         spent = monotonic() - started
         self._pending = self._background.submit(self._finish, version, scanned, started, spent)
         return self.wait() if wait else None
@@ -156,12 +159,12 @@ class Publisher(AbstractContextManager["Publisher"]):
     def wait(self) -> Report | None:
         """The report of the last version, which can be had now; None before the first."""
         if self._pending is not None:
-            pending, self._pending = self._pending, None
             try:
-                pending.result()
+                self._pending.result()
             except Exception as error:
-                self._failure = error
+                self._failure, self._pending = error, None
                 raise
+            self._pending = None  # not where this call was interrupted: it goes on
         return self.report
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 requests."""
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from itertools import groupby
 
@@ -130,8 +130,14 @@ class Receiver:
                 for piece, at in placed(block):
                     piece.write(content[at], spare[names[piece.tensor]])
 
-        for _ in self._threads.map(part, range(len(rebuilder.blocks))):
-            pass
+        parts = [self._threads.submit(part, number) for number in range(len(rebuilder.blocks))]
+        try:
+            for each in parts:
+                each.result()
+        finally:  # whoever begins anew has the spare tensors alone
+            for each in parts:
+                each.cancel()
+            wait(parts)
 
     # ---------------------------------------------------------------- in place
 
@@ -172,18 +178,24 @@ def _pairs(
                 f"mapping has {name!r}: {source!r}, expected a name of the model, and for it one "
                 "that is published or a function"
             )
-    seen: set[int] = set()
+    seen = dict[int, tuple[str, torch.Tensor]]()
     for name, target in targets.items():
-        if id(target) in seen:
-            continue
-        seen.add(id(target))
         source = mapping.get(name, name)
         value = named.get(source) if isinstance(source, str) else source(named)
+        if id(target) in seen:
+            first, taken = seen[id(target)]
+            if value is not None and not _same_bits(value, taken):
+                raise StateMismatch(
+                    f"{first!r} and {name!r} are one tensor of the model, and others are "
+                    "published for them: untie them, or publish weights that are tied"
+                )
+            continue
         if not isinstance(value, torch.Tensor):
             raise StateMismatch(
                 f"{name!r} of the model is not published; mapping= can name or make it: "
                 f"{', '.join(list(named)[:5])}, …"
             )
+        seen[id(target)] = name, value
         wide = value.is_floating_point() and target.dtype in (torch.float32, torch.float64)
         same = value.dtype == target.dtype or (wide and value.itemsize < target.itemsize)
         if value.shape != target.shape or not same:
@@ -202,3 +214,11 @@ def _pairs(
         if id(value) not in used:
             cure = "mapping= can say where it belongs"
             raise StateMismatch(f"{name!r} is published, and the model has no such tensor: {cure}")
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one is other:
+        return True
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, other)))

@@ -213,7 +213,7 @@ def _shape(dims: int) -> tuple[int, ...]:
 def _large(dims: int) -> tuple[int, ...]:
     """Return a shape with sides long enough for orthogonalization, scaling by rows or factored
     moments."""
-    return (VECTOR,) if dims == 1 else (SIDE, (LARGE // SIDE) >> (dims - 2), *[2] * (dims - 2))
+    return (VECTOR,) if dims < 2 else (SIDE, (LARGE // SIDE) >> (dims - 2), *[2] * (dims - 2))
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from time import perf_counter
 from typing import Any, Literal
 
@@ -124,7 +125,7 @@ class Offloaded(StoredOptimizer):
                 "max_grad_norm is given, but gradients='backward' updates before the norm of all "
                 "gradients is known: leave one of them out"
             )
-        if not chunk_mb > 0:
+        if not isinstance(chunk_mb, int | float) or not 0 < chunk_mb < inf:
             raise InvalidArgument(f"chunk_mb is {chunk_mb!r}, expected a positive number")
         check_moments(moments)
         budgets = {tier: parse_bytes(size) for tier, size in (resident or {}).items()}
@@ -638,8 +639,9 @@ class Offloaded(StoredOptimizer):
         numbers = self._committed()
         for chunk in self.chunks:
             found = self._scalars_of(numbers)
-            # a whole tensor has no moments before its first gradient
-            if self.steps_done and all(chunk.name(key) in self.store for key in self._moments):
+            # a whole tensor has none before its first gradient; loaded ones may be of no step here
+            there = all(chunk.name(key) in self.store for key in self._moments)
+            if there and (self.steps_done or self._moments):
                 self._restore(chunk, found)
             if not chunk.values:
                 with self.store.borrow(chunk.master, on=chunk.on, write=False) as weight:

@@ -8,6 +8,7 @@ of the parameters.
 Both collectives may be compressed.
 """
 
+import math
 import zlib
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -117,7 +118,7 @@ class Partitioned(Divided, Wrapper):
             raise InvalidArgument(
                 f"stage is {stage!r}, expected 1 or 2; for stage 3 use torch's fully_shard"
             )
-        if not bucket_mb > 0:
+        if not isinstance(bucket_mb, int | float) or not 0 < bucket_mb < math.inf:
             raise InvalidArgument(f"bucket_mb is {bucket_mb!r}, expected a positive number")
         tiers = {key: options.pop(key) for key in OF_STORE if store is not None and key in options}
         super().__init__(

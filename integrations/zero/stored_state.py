@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from commpress.collectives.channel import Channel
 from commpress.collectives.reduce_scatter import gather_rows
-from commpress.errors import InvalidArgument, StateMismatch, check_entries
+from commpress.errors import InvalidArgument, StateMismatch, check_counts, check_entries
 from commpress.integrations.zero.bucket import OwnedRange, ShardedBucket
 from commpress.integrations.zero.elementwise import takes_tensors
 from commpress.integrations.zero.moments import Moments
@@ -173,6 +173,7 @@ class StoredOptimizer(Wrapper):
         max_grad_norm: float | None,
         on_nonfinite: Literal["skip", "raise"],
     ) -> None:
+        check_counts(commit_every=commit_every)
         super().__init__(
             params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite
         )

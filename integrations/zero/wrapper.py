@@ -116,7 +116,8 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _check_clipping(max_grad_norm: float | None, on_nonfinite: str) -> None:
-    if max_grad_norm is not None and not max_grad_norm > 0:
+    number = isinstance(max_grad_norm, int | float) and max_grad_norm > 0
+    if max_grad_norm is not None and not number:
         raise InvalidArgument(
             f"max_grad_norm is {max_grad_norm!r}, expected a positive number or None"
         )

@@ -1,6 +1,7 @@
 """Run on two ranks: Trainer with compressed gradients and optimizers; asserts what must hold. The
 argument is a folder."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -30,8 +31,9 @@ class Reporter(TrainerCallback):
         self.seen.append(dict(logs))
 
 
-def trained(folder, optimizer=None, *, resume=None, clip=0.0):
-    given = arguments(folder, max_steps=14, save_steps=7, logging_steps=2, max_grad_norm=clip)
+def trained(folder, optimizer=None, *, resume=None, clip=0.0, **options):
+    steps = {"max_steps": 14, "save_steps": 7, "logging_steps": 2}
+    given = arguments(folder, **steps, max_grad_norm=clip, **options)
     samples, reporter = [], Reporter()
     options = {} if optimizer else {"codec": "sign", "exact_steps": 3}
     callback = commpress.hf.Compress(metrics=[samples.append], **options)
@@ -64,7 +66,23 @@ def main(folder):
     trainer, callback, _ = trained(folder / "clip", KINDS["onebit"], clip=0.5)
     assert callback.state.max_grad_norm == trainer.args.max_grad_norm == 0.5
     assert callback.state.facts.norm_ratio > 0
+    resumes_from_another_folder(folder / "gradients", folder / "elsewhere", weights)
     print("all is well")
+
+
+def resumes_from_another_folder(run, folder, weights):
+    """The checkpoint that the arguments name is read, and left as it is."""
+    checkpoint, ranks = run / "checkpoint-7", range(dist.get_world_size())
+    if dist.get_rank() == 0:  # of another run, with the same name
+        shutil.copytree(run / "checkpoint-14", folder / "checkpoint-7")
+    dist.barrier()
+    before = [(checkpoint / f"commpress-{rank}.pt").read_bytes() for rank in ranks]
+    named = {"resume": str(checkpoint), "resume_from_checkpoint": str(checkpoint)}
+    _, _, resumed = trained(folder, **named, save_only_model=True)
+    same(weights, resumed, "resumed from another folder")
+    dist.barrier()
+    assert before == [(checkpoint / f"commpress-{rank}.pt").read_bytes() for rank in ranks]
+    assert all((folder / "checkpoint-14" / f"commpress-{rank}.pt").exists() for rank in ranks)
 
 
 if __name__ == "__main__":

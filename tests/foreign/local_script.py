@@ -46,6 +46,8 @@ def hugging_face(folder):
     _, again, resumed = trained(folder, resume=str(folder / "checkpoint-7"))
     assert again.local.counters.steps == 7
     same(weights, resumed, "Trainer, resumed")
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-7"))
+    same(weights, same_everywhere(trainer.model), "Trainer, resumed after a whole run")
 
 
 # ---------------------------------------- a loop of one's own, Accelerate, Lightning: the same bits
@@ -136,7 +138,9 @@ def in_lightning(folder, expected):
         callback, module = commpress.lightning.LocalTraining(**OPTIONS), Module()
         saves = ModelCheckpoint(folder, save_top_k=-1, save_on_train_epoch_end=True)
         loader = DataLoader(TensorDataset(rows()), batch_size=BATCH)
-        lightning(callback, saves, max_epochs=2).fit(module, loader, ckpt_path=resume)
+        lightning(callback, saves, max_epochs=2, log_every_n_steps=0).fit(
+            module, loader, ckpt_path=resume
+        )
         assert callback.local.counters.steps == (7 if resume else 14)
         same(same_everywhere(module), expected, f"Lightning, resumed: {resume}")
     state = torch.load(folder / "epoch=0-step=7.ckpt", weights_only=True)["state_dict"]

@@ -1,11 +1,13 @@
 """Run by torchrun on two ranks: Accelerate with compressed gradients, and with a compressed
 optimizer."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
 import commpress
+from commpress.errors import InvalidArgument
 
 
 def model():
@@ -25,6 +27,14 @@ def main():
     accelerator.backward(net(x).square().mean())
     adam.step()
     assert handler.state.counters.ratio > 2, handler.state.counters
+    with pytest.raises(InvalidArgument, match="a second model was prepared"):
+        accelerator.prepare(model())
+
+    accelerator, net = Accelerator(cpu=True), model()
+    commpress.hf.DistributedCompression().attach(accelerator)
+    halves = [torch.optim.AdamW(net[0].parameters()), commpress.OneBitAdam(net[1].parameters())]
+    with pytest.raises(InvalidArgument, match="optimizer 1 is OneBitAdam, which averages"):
+        accelerator.prepare(net, *halves)
 
     accelerator, net = Accelerator(cpu=True), model()
     handler = commpress.hf.DistributedCompression().attach(accelerator)

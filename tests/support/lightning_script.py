@@ -54,6 +54,7 @@ def main(folder):
             enable_progress_bar=False,
             enable_model_summary=False,
             logger=False,
+            log_every_n_steps=0 if ours else 7,
             num_sanity_val_steps=0,
         )
         loader = torch.utils.data.DataLoader(data, batch_size=6)

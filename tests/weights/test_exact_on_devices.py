@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from commpress.errors import StateMismatch
 from commpress.integrations.weights import own_part
 from commpress.tiered_mem.store import TieredStore
 from commpress.weights import Publisher, Receiver
@@ -88,3 +89,34 @@ def test_copies_in_a_store_stay_there(fetched, tmp_path):
         weights["w"][7] = 1
         publisher.publish()
     assert not fetched
+
+
+def test_a_publisher_that_was_interrupted_ends_and_the_next_one_goes_on(
+    fetched, tmp_path, monkeypatch
+):
+    """Copies beside the weights may be of two versions then."""
+    weights = {"a": torch.zeros(700), "b": torch.zeros(700).bfloat16()}
+    publisher = Publisher(weights, tmp_path / "run")
+    publisher.publish()
+    for value in weights.values():
+        value[3] += 1
+    fetch, fetched[:] = own_part.OwnPart._fetch, []
+
+    def interrupted(*args):
+        if fetched:
+            raise KeyboardInterrupt
+        return fetch(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(own_part.OwnPart, "_fetch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish()
+    with pytest.raises(StateMismatch, match="make a new Publisher"):
+        publisher.publish()
+    publisher.close()
+    with Publisher(weights, tmp_path / "run") as publisher:
+        publisher.publish()
+    reader = Receiver(tmp_path / "run")
+    reader.prepare()
+    reader.install()
+    assert all(torch.equal(reader.weights[name], value) for name, value in weights.items())

@@ -3,6 +3,8 @@ anything else."""
 
 import os
 import shutil
+import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +13,11 @@ import torch
 from torch import nn
 
 from commpress.errors import Damaged, InvalidArgument, StateMismatch
+from commpress.integrations.weights.weight_layout import (
+    DescribedTensor,
+    WeightLayout,
+    WeightPiece,
+)
 from commpress.integrations.weights.weight_records import (
     HeadRecord,
     VersionRecord,
@@ -275,6 +282,30 @@ def test_anchors_come_when_differences_weigh_as_much(tmp_path):
         assert sum(sizes[:-1]) < found[0].anchor_bytes <= sum(sizes)
 
 
+def test_nothing_writes_to_the_weights_of_a_try_that_failed(tmp_path, monkeypatch):
+    """The next one begins with the same memory, and has it alone."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    receiver, busy, writing = Receiver(tmp_path), threading.Event(), []
+
+    class TwoParts:
+        layout = WeightLayout((DescribedTensor("w", "float32", (2,)),))
+        blocks = tuple([[WeightPiece(0, (part,), (1,), 0, 1)]] for part in range(2))
+
+        def into(self, part, block, content):
+            if part == 0:
+                busy.wait()
+                raise Damaged("of part 0")
+            writing.append(part)
+            busy.set()
+            time.sleep(0.3)
+            writing.remove(part)
+
+    receiver._spare = {"w": torch.zeros(2)}
+    with pytest.raises(Damaged):
+        receiver._fill(TwoParts(), {})
+    assert not writing
+
+
 def test_what_was_prepared_before_an_error_is_not_installed(folder):
     """Its tensors are those that the next version is decoded into."""
     reader = reader_at(folder, 5)
@@ -322,6 +353,28 @@ def test_a_model_gets_all_or_nothing(published):
     model = Model()
     assert reader.install(model) == 6
     assert same(dict(model.named_parameters()), 6)
+
+
+def test_a_model_whose_tensors_are_tied_takes_only_weights_that_are_alike(tmp_path):
+    """Two tensors of which the model has room for one are refused, unless they have the same
+    bits."""
+    apart, tied = nn.Linear(4, 4), nn.Linear(4, 4)
+    apart.register_parameter("head", nn.Parameter(torch.zeros(4, 4)))
+    tied.register_parameter("head", tied.weight)
+    before = tied.weight.detach().clone()
+    with Publisher(apart, tmp_path / "run") as publisher:
+        publisher.publish()
+        reader = Receiver(tmp_path / "run")
+        reader.prepare()
+        with pytest.raises(StateMismatch, match="'weight' and 'head' are one tensor of the model"):
+            reader.install(tied)
+        assert torch.equal(tied.weight, before)
+        with torch.no_grad():
+            apart.head.copy_(apart.weight)
+        publisher.publish()
+    reader.prepare()
+    reader.install(tied)
+    assert torch.equal(tied.head, apart.head)
 
 
 def test_wider_floats_take_the_same_numbers(published):

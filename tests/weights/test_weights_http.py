@@ -2,6 +2,7 @@
 the others."""
 
 import http.client
+import shutil
 import socket
 import threading
 import time
@@ -326,6 +327,32 @@ def test_a_relay_begins_anew_with_another_run_and_says_when_its_source_is_gone(f
     with pytest.raises(CommunicationError, match="502"):
         Receiver(relay.url, key=KEY).prepare()
     relay.close()
+
+
+def test_a_relay_hands_on_what_a_publisher_wrote_that_went_on_from_a_copy(folder, tmp_path):
+    """A version that was lost with the run's folder comes again, with the same name and other
+    weights."""
+    pull(folder, tmp_path / "copy")
+    weights = {"w": torch.arange(50_000, dtype=torch.int32) + 3, "v": torch.zeros(3)}
+    with Publisher(weights, folder) as publisher:
+        publisher.publish()
+    server = WeightServer(folder, key=KEY)
+    relay = WeightServer(server.url, key=KEY)
+    assert readers_of(relay.url, 1)[0][0] == 4
+    for path in folder.iterdir():
+        path.unlink()
+    shutil.copytree(tmp_path / "copy", folder, dirs_exist_ok=True)
+    weights["v"] += 7
+    with Publisher(weights, folder) as publisher:  # of epoch 2 again
+        publisher.publish()
+    with Publisher(weights, folder) as publisher:
+        weights["v"] += 1
+        publisher.publish()
+    version, found = readers_of(relay.url, 1)[0]
+    assert version == 5
+    assert torch.equal(found["v"], weights["v"])
+    relay.close()
+    server.close()
 
 
 def test_a_stranger_at_a_relay_reads_nothing(server):

@@ -3,7 +3,9 @@ publisher, places that vanish or are full, modes and clocks of the process."""
 
 import resource
 import shutil
+import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -129,6 +131,30 @@ def test_a_version_is_a_larger_whole_number(tmp_path, version):
         publisher.publish()
         with pytest.raises(InvalidArgument, match="expected a whole number above 1, the last one"):
             publisher.publish(version)
+
+
+def test_a_version_whose_wait_was_interrupted_is_still_waited_for(tmp_path, monkeypatch):
+    """The next call would compare weights with copies that are about to change."""
+    weights, written = {"w": torch.zeros(3)}, threading.Event()
+    with Publisher(weights, tmp_path / "run") as publisher:
+        write = publisher._place.write
+        monkeypatch.setattr(
+            publisher._place,
+            "write",
+            lambda *args, **named: written.wait() and write(*args, **named),
+        )
+        publisher.publish(wait=False)
+        with monkeypatch.context() as interrupted:
+            interrupted.setattr(
+                publisher._pending, "result", mock.Mock(side_effect=KeyboardInterrupt)
+            )
+            with pytest.raises(KeyboardInterrupt):
+                publisher.wait()
+        threading.Timer(0.2, written.set).start()
+        assert publisher.wait().version == 1
+        weights["w"] += 1
+        assert publisher.publish().version == 2
+    assert torch.equal(installed(tmp_path / "run")["w"], weights["w"])
 
 
 def test_a_publisher_that_was_closed_says_so(tmp_path):

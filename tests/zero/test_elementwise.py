@@ -237,6 +237,27 @@ def test_element_wise_optimizers_are_taken_and_give_the_same_bits(store, kind, o
     partitioned.close()
 
 
+class Scaled(torch.nn.Module):
+    """As CLIP has it: a parameter that is a number, without a dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.scale = model(), torch.nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x):
+        return self.net(x) * self.scale.exp()
+
+
+def test_a_number_is_a_parameter_like_others(store):
+    nets = [Scaled() for _ in range(3)]
+    wanted = train(nets[0], torch.optim.AdamW(nets[0].parameters(), **LR))
+    offloaded = commpress.Offloaded(nets[1].parameters(), torch.optim.AdamW, store=store, **LR)
+    partitioned = commpress.Partitioned(nets[2].parameters(), torch.optim.AdamW, **LR)
+    for net, optimizer in ((nets[1], offloaded), (nets[2], partitioned)):
+        assert equal(train(net, optimizer), wanted)
+    partitioned.close()
+
+
 ACROSS = [
     torch.optim.Adafactor,
     torch.optim.Muon,

@@ -96,6 +96,21 @@ def test_an_optimizer_that_is_closed_writes_no_more(store):
     assert "b/meta" not in store
 
 
+def test_a_state_that_was_loaded_is_committed_though_it_counts_no_steps(tmp_path):
+    """As that of SGD, whose moments would begin anew."""
+    net, options = torch.nn.Linear(8, 8), {"lr": 0.1, "momentum": 0.9}
+    plain = torch.optim.SGD(net.parameters(), **options)
+    net(torch.ones(2, 8)).square().mean().backward()
+    plain.step()
+    with open_store(tmp_path / "store") as store:
+        optimizer = commpress.Offloaded(net.parameters(), torch.optim.SGD, store=store, **options)
+        optimizer.load_state_dict(plain.state_dict())
+        optimizer.commit()
+    with open_store(tmp_path / "store") as store:
+        resumed = commpress.Offloaded(net.parameters(), torch.optim.SGD, store=store, **options)
+        equal_states(resumed.state_dict()["state"], plain.state_dict()["state"])
+
+
 def test_bytes_of_a_step(store):
     """State that does not stay is read and written once: 12 bytes per parameter each way with
     AdamW."""
@@ -319,6 +334,9 @@ def test_a_chunk_that_is_waited_for_is_updated_by_one_thread_and_others_leave_on
             "'int8' or None for float32.*steps shrink as the values in a block",
         ),
         ({"moments": "int3"}, "moments is 'int3', expected 'int8' or None for float32"),
+        ({"chunk_mb": "1"}, "chunk_mb is '1', expected a positive number"),
+        ({"commit_every": -1}, "commit_every is -1, expected a whole number of at least 0"),
+        ({"max_grad_norm": "1"}, "max_grad_norm is '1', expected a positive number or None"),
     ],
     ids=str,
 )
