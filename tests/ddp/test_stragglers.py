@@ -288,15 +288,15 @@ def assert_equal_states(one, two):
 
 def owing(folder, resumes):
     """Train, the last rank late in the last step, and save; go on in the same or in new objects."""
-    session = Session(wait=0.02)
+    session = Session(wait=0.3)
     session.warm()
-    session.step(0.3 * session.rank)
+    session.step(1.5 * session.rank)
     dist.barrier()
     state, elastic = session.state.state_dict(), session.state.elastic_state_dict()
     owed = dict(session.state.stragglers.owed)
     if resumes:
         weights = session.model.state_dict()
-        session = Session(wait=0.02)
+        session = Session(wait=0.3)
         session.model.load_state_dict(weights)
         session.count = WARM + 1
         session.state.load_state_dict(state)

@@ -111,7 +111,7 @@ def test_short_names_are_imported_and_attributes(scripts, tmp_path, name, statem
         f"import sys; assert 'commpress.{name}' not in sys.modules; {statement.format(name)}; "
         f"import {SHORT[name]} as home, commpress; print(short is home is commpress.{name})"
     )
-    assert scripts.run(script, folder=tmp_path, ranks=0).split() == ["True"]
+    assert scripts.run(script, folder=tmp_path, ranks=0).split()[0] == "True"
 
 
 @pytest.mark.parametrize(
