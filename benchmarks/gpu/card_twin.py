@@ -419,7 +419,7 @@ def card_twin() -> Iterator[CardTwin]:
         with (
             mock.patch.multiple(torch.cuda, **instead),
             # torch 2.15's optimizers ask the driver whether it captures
-            mock.patch.object(torch.accelerator, "current_accelerator", lambda *_, **__: None),
+            mock.patch.object(torch.accelerator, "current_accelerator", return_value=None),
             mock.patch.object(threading.Thread, "run", in_thread),
             mock.patch.object(torch.Tensor, "to", moved),
             mock.patch.object(devices, "cuda", Kernels()),
