@@ -157,6 +157,14 @@ def test_the_smallest_round_that_hides_its_exchange_is_planned(link, call):
     assert simulated.seconds < hides < simulate_local(links, shorter).seconds
 
 
+def test_the_effect_of_rounds_is_the_gap_that_was_measured_of_these():
+    """Rounds that overlap as a whole have one of their own, for one step."""
+    assert "+3.4 %" in LocalWay("int4").effect
+    assert "+0.8 %" in LocalWay("int4", every=1, overlap=1).effect
+    for other in (LocalWay("int4", 4, 4), LocalWay("int4", 30, 1), LocalWay("bits2", 1, 1)):
+        assert "not measured" in other.effect
+
+
 def test_the_fastest_come_first_and_what_does_not_fit_last():
     n = 4 * MODEL.numel
     every = found("1gbit", memory={"device": 4.0 * n})
