@@ -80,18 +80,18 @@ class Facts:
         return sqrt(1 + self.spread)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
+        numbers = {
             "peak_lr": self.peak_lr,
             "peak_step": self.peak_step,
             "norm_ratio": self.norm_ratio,
             "norms": [list(pair) for pair in self.norms],
             "paces": [list(pace) for pace in self.paces],
-            "spread": self.spread,
-        } | (
-            {}
-            if self.codec.number == self.codec.untimed == 0 and self.codec.last == len(CODECS) - 1
-            else {"codec": self.codec.as_list()}
-        )
+        }
+        if self.codec.number or self.codec.untimed or self.codec.last < len(CODECS) - 1:
+            numbers["codec"] = self.codec.as_list()
+        if self.spread:
+            numbers["spread"] = self.spread
+        return numbers
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> "Facts":

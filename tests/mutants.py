@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = shutil.ignore_patterns(
-    ".git", ".venv", "build", "dist", "*.egg-info", ".*_cache", ".hypothesis", "site"
+    ".git", ".venv*", "build", "dist", "*.egg-info", ".*_cache", ".hypothesis", "site"
 )
 
 
@@ -529,8 +529,8 @@ MUTANTS = [
     Mutant(
         "a run resumed in an exchange forgets how far the ranks were apart",
         "commpress/optim/local_checkpoint.py",
-        '"kept", "long", "spread")',
-        '"kept", "long")',
+        'for k in (*FLIGHT, "spread") if',
+        "for k in FLIGHT if",
         "tests/local_updates/test_longer_steps.py -k resumed",
     ),
     Mutant(
@@ -1381,8 +1381,8 @@ MUTANTS = [
     Mutant(
         "the spread of ranks is nothing",
         "commpress/optim/outer.py",
-        "return sqrt(max(around, 0.0) / mean) if mean > 0 else 0.0",
-        "return 0.0",
+        "return max(around, 0.0), mean",
+        "return 0.0, mean",
         "tests/local_updates/test_local_updates.py -k spread",
     ),
     Mutant(

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 SHARED = ("steps", "exchanged", "round", "facts", "weights", "outer", "layout")
 OWN = ("flight", "counts")
-FLIGHT = ("due", "taken", "finite", "alpha", "kept", "long", "spread")  # of a running exchange
+FLIGHT = ("due", "taken", "finite", "alpha", "kept", "long")  # of a running exchange
 
 
 # ---------------------------------------------------------------- saving
@@ -68,6 +68,8 @@ def own(local: "LocalUpdates") -> dict[str, Any]:
             "mean": flight.fragment.work.clone(),
             "pace": list(flight.pace or ()),
         } | {name: getattr(flight, name) for name in FLIGHT}
+        if flight.spread is not None:
+            under_way["spread"] = flight.spread
         with flight.fragment.remembered() as left:
             if left:
                 under_way["left"] = torch.cat([each.float().reshape(-1).cpu() for each in left])
@@ -279,7 +281,7 @@ def _load_own(local: "LocalUpdates", state: Mapping[str, Any]) -> None:
         local.flight = Flight(
             fragment,
             pace=Pace(*map(float, flight["pace"])) if flight.get("pace") else None,
-            **{k: flight[k] for k in FLIGHT if k in flight},
+            **{k: flight[k] for k in (*FLIGHT, "spread") if k in flight},
         )
         local.taken = local.flight.taken
 

@@ -256,7 +256,8 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
                 "Adamax of torch: where steps follow the size of gradients, noise does not shorten "
                 "them"
             )
-        if able and wanted is not False:
+        self.lengthens = able and wanted is not False
+        if self.lengthens:
             self.inner.lengthen(self._gain)
 
     def _gain(self) -> float:
@@ -546,6 +547,7 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
                 spread = around / mean if mean > 0 else 0.0
             shown = spread if self._fine(fragment) else None
             self.counters.spread = None if shown is None else sqrt(shown)
+        spread = spread if self.lengthens else None
         return self._finish(header, taken=taken), pace, start, spread
 
     def _finish(self, header: ExchangeHeader, *, taken: bool) -> bool:
