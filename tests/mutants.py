@@ -84,11 +84,11 @@ MUTANTS = [
         "tests/zero/test_offloaded.py -k fits",
     ),
     Mutant(
-        "a whole tensor without a gradient moves",
+        "a parameter without a gradient moves beside others",
         "integrations/zero/update_chunk.py",
-        "None if own.whole and own not in there else",
-        "None if own.whole and not there else",
-        "tests/zero/test_whole_tensors.py -k beside_others",
+        "own.inside(flat) if own in there else None",
+        "own.inside(flat)",
+        "tests/zero/test_offloaded.py -k in_turn",
     ),
     Mutant(
         "tensors are cut for who takes whole ones",
@@ -99,9 +99,9 @@ MUTANTS = [
     ),
     Mutant(
         "a tensor without moments is restored with some",
-        "integrations/zero/offloaded.py",
-        "if there and (self.steps_done or self._moments):",
-        "if self.steps_done:",
+        "integrations/zero/stored_state.py",
+        "if all(chunk.name(key) in self.store for key in self._moments):",
+        "if True:",
         "tests/state/test_stores.py -k Muon",
     ),
     Mutant(

@@ -228,10 +228,10 @@ class ExpertOptimizer(StoredOptimizer):
     def _record(self) -> None:
         numbers: list[float] = []
         for chunk in self.chunks:
-            numbers += [float(chunk.stepped), *self._floats(chunk.scalars)]
+            numbers += self._floats_of(chunk)
         for parameter, name in self._dense_names():
             state = self._inner.state.get(parameter, {})
-            numbers += [float(bool(state)), *self._floats(state)]
+            numbers += self._floats(state or None)
             self.store.put(f"{name}/{WEIGHT}", parameter.detach())
             for key in self._moments if state else ():
                 self.store.put(f"{name}/{key}", state[key])
@@ -253,13 +253,11 @@ class ExpertOptimizer(StoredOptimizer):
     def _resume(self) -> None:
         rest = self._committed()
         for chunk in self.chunks:
-            stepped, found = bool(next(rest)), self._scalars_of(rest)
-            if stepped:
-                self._restore(chunk, found)
+            self._restore(chunk, rest)
         for parameter, name in self._dense_names():
-            stepped, found = bool(next(rest)), self._scalars_of(rest)
+            found = self._scalars_of(rest)
             parameter.copy_(self._read(f"{name}/{WEIGHT}"))
-            if stepped:
+            if found is not None:
                 self._inner.state[parameter] = found | {
                     key: self._read(f"{name}/{key}").to(parameter.device) for key in self._moments
                 }

@@ -463,7 +463,7 @@ class Offloaded(StoredOptimizer):
                 "the store is committed between backward and step, but gradients='backward' has "
                 "updated a part of the parameters: commit after step"
             )
-        self._put_numbers([each for c in self.chunks for each in self._floats(c.scalars)])
+        self._put_numbers([each for c in self.chunks for each in self._floats_of(c)])
 
     def _handed(self) -> list[Handed[None]]:
         """Record the progress of this thread's streams, for another thread's streams to wait
@@ -549,7 +549,7 @@ class Offloaded(StoredOptimizer):
     def _update(self, chunk: UpdateChunk, factor: torch.Tensor | None, written: set[int]) -> None:
         """Update a chunk. ``written``: parameters changed by others, as by ``load_state_dict``, to
         which the masters are set first."""
-        misses, states = self.store.counters.misses, list[dict[str, Any]]()
+        misses, states = self.store.counters.misses, dict[ChunkRange, dict[str, Any]]()
         if self.streamed is not None:
             group = self.streamed.group_of.get(id(chunk.ranges[0].parameter))
             self.streamed.progress.reach(
@@ -569,7 +569,7 @@ class Offloaded(StoredOptimizer):
                     self._count(chunk, own, down=True)
             if self._replicas is not None:
                 for own, gradient in zip(chunk.ranges, gradients, strict=True):
-                    if gradient is not None and held_of(own.parameter) is None:
+                    if held_of(own.parameter) is None:
                         self._replicas.note(own.inside(held[WEIGHT]), gradient)
             if any(gradient is not None for gradient in gradients):
                 states = chunk.step(self._make, gradients, held, self._groups)
@@ -638,11 +638,7 @@ class Offloaded(StoredOptimizer):
     def _resume(self) -> None:
         numbers = self._committed()
         for chunk in self.chunks:
-            found = self._scalars_of(numbers)
-            # a whole tensor has none before its first gradient; loaded ones may be of no step here
-            there = all(chunk.name(key) in self.store for key in self._moments)
-            if there and (self.steps_done or self._moments):
-                self._restore(chunk, found)
+            self._restore(chunk, numbers)
             if not chunk.values:
                 with self.store.borrow(chunk.master, on=chunk.on, write=False) as weight:
                     self._publish(chunk, weight)

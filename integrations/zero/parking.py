@@ -138,6 +138,7 @@ class Parked:
         self._masters: list[tuple[torch.Tensor, torch.Tensor]] = []  # half precision, float32
         self._absent: list[tuple[Any, Any, Absent]] = []  # optimizer, its state, and in its place
         self._hooks: list[Any] = []
+        self._memory: dict[str, int] = {}  # storages of parameters and buffers, by name
         self._away = False
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -170,7 +171,7 @@ class Parked:
         except BaseException:
             shelf.close()
             raise
-        self._shelf, self._away = shelf, True
+        self._shelf, self._away, self._memory = shelf, True, self._memory_now()
         _PARKED.add(self)
         self._masters = [
             (state.tensors[s.name].data, state.tensors[s.master].data)
@@ -275,6 +276,21 @@ class Parked:
         self._thread.start()
         if not self._absent:  # nobody would wait
             self.settle()
+        self._check_memory()
+
+    def _memory_now(self) -> dict[str, int]:
+        every = parameters_of(self._model, self._others) | dict(plain(self._model).named_buffers())
+        return {name: local(each).untyped_storage()._cdata for name, each in every.items()}
+
+    def _check_memory(self) -> None:
+        """Refuse a model that was converted while its values were not in memory."""
+        for name, now in self._memory_now().items():
+            if self._memory.get(name, now) != now:
+                raise StateMismatch(
+                    f"{name!r} was replaced while it was parked, as by model.to(), when it had no "
+                    "values: convert a model before it is parked, and load this checkpoint into a "
+                    "new one"
+                )
 
     def settle(self) -> None:
         """Wait until everything is in memory; raise the error if something could not return. Steps
@@ -413,8 +429,15 @@ def load_parked(model: nn.Module, *others: Any, store: Where) -> None:
             )
     outlines = index.states(len(objects), lambda name: torch.empty(0, device="meta"))
     for i, (other, outline) in enumerate(zip(objects, outlines, strict=True)):
-        if isinstance(other, torch.optim.Optimizer) and "param_groups" in outline:
+        if not isinstance(other, torch.optim.Optimizer):
+            continue
+        if "param_groups" in outline:
             check_groups(other, outline["param_groups"], f"the state of others[{i}]")
+        elif not isinstance(other, Stateful):
+            raise StateMismatch(
+                f"the state of others[{i}] is not an optimizer's: pass those that were given to "
+                "commpress.parked, in the same order"
+            )
     last = ""
     for name, tensor in own.items():
         if index.tensors[name][0] != last:

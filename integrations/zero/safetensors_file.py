@@ -35,6 +35,7 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 LONGEST_HEADER = 100 << 20
 INDEX = "model.safetensors.index.json"
 ALONE = "model.safetensors"
+METADATA = "__metadata__"  # entry of the header that is no tensor
 OUTLINE = "commpress"  # key of the metadata
 Plain = str | int | float | bool | None
 
@@ -49,7 +50,7 @@ class Writer:
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         self._path, at = Path(path), 0
-        header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+        header: dict[str, Any] = {METADATA: {"format": "pt", **(metadata or {})}}
         for name, tensor in tensors.items():
             if tensor.dtype not in NAMES:
                 raise InvalidArgument(
@@ -118,7 +119,7 @@ class Reader:
                 f"{file.name} is not a safetensors file: its header is no JSON ({error})"
             ) from error
         self._start = 8 + length
-        metadata = self._header.pop("__metadata__", {})
+        metadata = self._header.pop(METADATA, {})
         self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
 
     def __contains__(self, name: str) -> bool:
@@ -314,7 +315,7 @@ def outline_of(
     """Convert ``value`` to JSON, and add its tensors to ``tensors``, as ``take`` returns them."""
     if isinstance(value, torch.Tensor):
         name = place or "tensor"
-        while name in tensors:
+        while name in tensors or name == METADATA:
             name += "'"
         tensors[name] = (take or _dense)(place, value)
         return {"tensor": name}

@@ -26,14 +26,19 @@ from commpress.errors import InvalidArgument, StateMismatch, check_counts, check
 from commpress.integrations.zero.bucket import OwnedRange, ShardedBucket
 from commpress.integrations.zero.elementwise import takes_tensors
 from commpress.integrations.zero.moments import Moments
-from commpress.integrations.zero.update_chunk import WEIGHT, UpdateChunk, ranges_of
+from commpress.integrations.zero.update_chunk import (
+    WEIGHT,
+    ChunkRange,
+    UpdateChunk,
+    ranges_of,
+)
 from commpress.integrations.zero.wrapper import MASTER, Wrapper, copied, like, probe, trainable
 from commpress.optim.checkpoint import check_groups, take_groups
 from commpress.optim.layout import Columns, alike, box_of, is_cut, local
 from commpress.tiered_mem import TieredStore
 from commpress.work import Steps
 
-FORMAT = 1.0  # of commits
+FORMAT = 2.0  # of commits
 STEPPED = "stepped"  # entry of a rank's part: 0 for a parameter without a state so far
 
 
@@ -61,20 +66,19 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         self._settle()
-        stepped = [p for p, ranges in self._ranges.items() if ranges[0][0].stepped]
+        stepped = [p for p in self._ranges if p in self]
         return iter(sorted(stepped, key=lambda p: self._ranges[p][0][1].index))
 
     def __len__(self) -> int:
         self._settle()
-        return sum(ranges[0][0].stepped for ranges in self._ranges.values())
+        return sum(p in self for p in self._ranges)
 
     def __contains__(self, parameter: object) -> bool:
         self._settle()
-        return (
-            isinstance(parameter, torch.Tensor)
-            and parameter in self._ranges
-            and self._ranges[parameter][0][0].stepped
-        )
+        if not isinstance(parameter, torch.Tensor) or parameter not in self._ranges:
+            return False
+        chunk, own = self._ranges[parameter][0]
+        return own in chunk.scalars
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
         if parameter not in self:
@@ -85,7 +89,8 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
                 f"parameter {ranges[0][1].name!r} is divided over the ranks, and this rank has "
                 "only a part of its state: use sharded_state_dict() or state_dict()"
             )
-        result = {key: copied(value) for key, value in ranges[0][0].scalars.items()}
+        chunk, own = ranges[0]
+        result = {key: copied(value) for key, value in chunk.scalars[own].items()}
         keys = {key: key for key in self._moments} | (
             {} if parameter.dtype == torch.float32 else {MASTER: WEIGHT}
         )
@@ -119,9 +124,9 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
         self._settle()
         self.check(parameter, state)
         for chunk, own in self._ranges[parameter]:
-            if not chunk.stepped:
+            if not chunk.keys:
                 self._begin(chunk)
-            chunk.scalars = {
+            chunk.scalars[own] = {
                 key: like(example, state[key]) for key, example in self._scalars.items()
             }
             with self._coded.opened(chunk) as held:
@@ -131,26 +136,26 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
                     own.inside(held[WEIGHT]).copy_(own.of(state[MASTER]))
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
-        """Reset the state to that before the first step, except for numbers that a chunk has for
-        all its parameters."""
+        """Reset the state to that before the first step."""
         self._settle()
         for chunk, own in self._ranges[parameter]:
+            chunk.scalars.pop(own, None)
             with self._coded.opened(chunk) as held:
                 for key in chunk.keys:
                     own.inside(held[key]).fill_(self._moments[key])
 
     def _begin(self, chunk: UpdateChunk) -> None:
-        """Give a chunk a state, as if a step had been taken."""
+        """Give a chunk moments, as they are before the first step."""
         for key, first in self._moments.items():
             self._coded.put(chunk, key, torch.full((chunk.numel,), first))
-        chunk.keys, chunk.stepped = list(self._moments), True
+        chunk.keys = list(self._moments)
 
     def clear(self) -> None:
         self._settle()
         for chunk in self._chunks:
             for key in chunk.keys:
                 self._store.delete(chunk.name(key))
-            chunk.keys, chunk.scalars, chunk.stepped = [], {}, False
+            chunk.keys, chunk.scalars = [], {}
 
 
 class StoredOptimizer(Wrapper):
@@ -185,10 +190,11 @@ class StoredOptimizer(Wrapper):
         dims = max(p.dim() for group in self._places for p, _, _ in group) if self.by_tensor else 1
         self._moments, self._scalars = probe(optimizer, options, dims=dims)
 
-    def _stepped(self, chunk: UpdateChunk, states: Sequence[dict[str, Any]]) -> bool:
+    def _stepped(self, chunk: UpdateChunk, states: Mapping[ChunkRange, dict[str, Any]]) -> bool:
         """Keep what a step has left besides weights; return whether this was the first step of the
         chunk."""
-        kept = {key for state in states for key, value in state.items() if value is not None}
+        found = states.values()
+        kept = {key for state in found for key, value in state.items() if value is not None}
         if odd := sorted(kept.symmetric_difference((*self._moments, *self._scalars))):
             raise InvalidArgument(
                 f"optimizer is {self._optimizer.__name__}, whose state of {chunk.ranges[0].name!r} "
@@ -196,13 +202,14 @@ class StoredOptimizer(Wrapper):
                 f"{sorted((*self._moments, *self._scalars))}: {odd[0]!r} would be lost. Pass "
                 "tensors of this kind to an Offloaded of their own, with another prefix="
             )
-        chunk.scalars = {key: value for key, value in states[0].items() if key in self._scalars}
+        for own, state in states.items():
+            chunk.scalars[own] = {key: state[key] for key in self._scalars if key in state}
         if chunk.keys:
             return False
         for key, first in self._moments.items():
             flat = torch.zeros(chunk.numel)
-            for own, state in zip(chunk.ranges, states, strict=True):
-                moment = state.get(key)  # none yet of a whole tensor without a gradient
+            for own in chunk.ranges:
+                moment = states.get(own, {}).get(key)  # none yet without a gradient
                 own.inside(flat).copy_(torch.tensor(first) if moment is None else moment.view(-1))
             self._coded.put(chunk, key, flat)
         chunk.keys = list(self._moments)
@@ -287,8 +294,13 @@ class StoredOptimizer(Wrapper):
     def _meta(self) -> str:
         return f"{self.prefix}/meta"
 
-    def _floats(self, state: Mapping[str, Any]) -> list[float]:
-        return [float(state.get(key, -1.0)) for key in self._scalars]
+    def _floats(self, state: Mapping[str, Any] | None) -> list[float]:
+        """Return whether there is a state, and its numbers."""
+        numbers = [float((state or {}).get(key, -1.0)) for key in self._scalars]
+        return [float(state is not None), *numbers]
+
+    def _floats_of(self, chunk: UpdateChunk) -> list[float]:
+        return [each for own in chunk.ranges for each in self._floats(chunk.scalars.get(own))]
 
     def _put_numbers(self, numbers: Sequence[float]) -> None:
         head = [FORMAT, float(self._layout()), float(self.steps_done)]
@@ -306,11 +318,17 @@ class StoredOptimizer(Wrapper):
         self.steps_done = int(numbers[2])
         return iter(numbers[3:])
 
-    def _scalars_of(self, numbers: Iterator[float]) -> dict[str, Any]:
-        return {key: like(example, next(numbers)) for key, example in self._scalars.items()}
+    def _scalars_of(self, numbers: Iterator[float]) -> dict[str, Any] | None:
+        """Return what ``_floats`` has converted."""
+        there = bool(next(numbers))
+        found = {key: like(example, next(numbers)) for key, example in self._scalars.items()}
+        return found if there else None
 
-    def _restore(self, chunk: UpdateChunk, scalars: dict[str, Any]) -> None:
-        chunk.scalars, chunk.keys, chunk.stepped = scalars, list(self._moments), True
+    def _restore(self, chunk: UpdateChunk, numbers: Iterator[float]) -> None:
+        found = {own: self._scalars_of(numbers) for own in chunk.ranges}
+        chunk.scalars = {own: state for own, state in found.items() if state is not None}
+        if all(chunk.name(key) in self.store for key in self._moments):
+            chunk.keys = list(self._moments)
 
 
 class Slice(torch.Tensor):

@@ -39,7 +39,7 @@ class ChunkRange:
     start: int  # first element in the parameter
     at: int  # first element in the chunk
     numel: int
-    whole: bool = False  # updated in the parameter's shape, and only with a gradient
+    whole: bool = False  # updated in the parameter's shape
 
     def inside(self, chunk: torch.Tensor) -> torch.Tensor:
         return chunk[self.at : self.at + self.numel]
@@ -65,9 +65,8 @@ class UpdateChunk:
     tier: str = "disk"  # place between steps
     master: str = ""  # name in the store of the float32 weights
     keys: list[str] = field(default_factory=list)  # moments in the store
-    # the rest of the state, such as the number of steps
-    scalars: dict[str, Any] = field(default_factory=dict)
-    stepped: bool = False
+    # the rest of the state, such as the number of steps, of ranges that had a gradient
+    scalars: dict[ChunkRange, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.master = self.master or self.name(WEIGHT)
@@ -120,12 +119,11 @@ class UpdateChunk:
         gradients: Sequence[torch.Tensor | None],
         held: dict[str, torch.Tensor],
         param_groups: Sequence[dict[str, Any]],
-    ) -> list[dict[str, Any]]:
+    ) -> dict[ChunkRange, dict[str, Any]]:
         """Take one step of an optimizer for this chunk alone, in place in the store's tensors;
-        return the new states of the ranges.
+        return the new states of the ranges that have a gradient. Others stay as they are.
 
-        ``make`` makes the user's optimizer from parameter groups. Whole tensors without a gradient
-        stay as they are.
+        ``make`` makes the user's optimizer from parameter groups.
         """
         weights = [own.shaped(own.inside(held[WEIGHT])) for own in self.ranges]
         groups: dict[int, list[torch.Tensor]] = {}
@@ -136,14 +134,21 @@ class UpdateChunk:
         )
         for own, weight, gradient in zip(self.ranges, weights, gradients, strict=True):
             weight.grad = None if gradient is None else own.shaped(gradient).to(weight.device)
-            if self.stepped:
+            if own in self.scalars:
                 moments = {key: own.shaped(own.inside(held[key])) for key in self.keys}
                 optimizer.state[weight] = moments | {
-                    key: copied(value) for key, value in self.scalars.items()
+                    key: copied(value) for key, value in self.scalars[own].items()
                 }
         optimizer.step()
-        states = [dict(optimizer.state[weight]) for weight in weights]
-        self.stepped = True
+        states = {
+            own: dict(optimizer.state[weight])
+            for own, weight in zip(self.ranges, weights, strict=True)
+            if weight.grad is not None
+        }
+        for own in states.keys() - self.scalars.keys():
+            for key in self.keys:  # the first gradient, after others of the chunk had one
+                if (moment := states[own].get(key)) is not None:
+                    own.inside(held[key]).copy_(moment.view(-1))
         # the object may exist until the next collection of cycles: free its tensors now
         optimizer.state.clear()
         for weight in weights:
@@ -253,23 +258,19 @@ class ParameterGradients:
         self, chunk: UpdateChunk, factor: torch.Tensor | None, stack: ExitStack
     ) -> list[torch.Tensor | None]:
         """Return the clipped gradients of a chunk's ranges, valid until ``stack`` is closed: those
-        of the parameters, or in the store, themselves if they need no conversion; None for whole
-        tensors without one."""
+        of the parameters, or in the store, themselves if they need no conversion; None for
+        parameters without one."""
         found = self._found(chunk)
         if chunk.on == "host":
             self._store.crossing.down += sum(
                 own.numel * g.dtype.itemsize for own, g in found if g is not None
             )
-        as_they_are = [own.of(g) for own, g in found if g is not None and _readable(g)]
-        if factor is None and len(as_they_are) == len(found):
-            return [*as_they_are]
+        if factor is None and all(g is None or _readable(g) for _, g in found):
+            return [None if g is None else own.of(g) for own, g in found]
         flat = self.buffer(chunk)
         for own, g in found:
-            mine = own.inside(flat)
-            if g is None:
-                mine.zero_()
-            else:
-                mine.copy_(own.of(g.contiguous()), non_blocking=True)
+            if g is not None:
+                own.inside(flat).copy_(own.of(g.contiguous()), non_blocking=True)
         _arrive(g for _, g in found if g is not None)
         return _clipped(chunk, flat, factor, [own for own, g in found if g is not None])
 
@@ -469,7 +470,7 @@ class StoredGradients(ParameterGradients):
     ) -> list[torch.Tensor | None]:
         there = self._used.get(chunk)
         if there is None:
-            return _clipped(chunk, self.buffer(chunk).zero_(), None, ())
+            return [None] * len(chunk.ranges)
         held = stack.enter_context(self._store.borrow(chunk.name(GRADIENT), write=False))
         if chunk.on == "host" and factor is None:
             return _clipped(chunk, held, None, there)
@@ -532,7 +533,7 @@ def _clipped(
     those with a gradient."""
     if factor is not None:
         flat.mul_(factor.to(flat.device))
-    return [None if own.whole and own not in there else own.inside(flat) for own in chunk.ranges]
+    return [own.inside(flat) if own in there else None for own in chunk.ranges]
 
 
 def _square_sum(parts: Iterable[torch.Tensor]) -> float:

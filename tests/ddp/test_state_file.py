@@ -20,6 +20,7 @@ STATE = {
     "a/b": torch.ones(2, dtype=torch.uint8),
     "a": {"b": torch.zeros(3, dtype=torch.int64)},
     "infinite": float("inf"),
+    "__metadata__": torch.ones(1),
 }
 
 
@@ -43,7 +44,7 @@ def test_the_package_safetensors_reads_it(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     commpress.save_safetensors(STATE, tmp_path / "state.safetensors")
     found = safetensors.load_file(tmp_path / "state.safetensors")
-    assert found.keys() == {"7/exp_avg", "parts/0", "parts/1/0", "a/b", "a/b'"}
+    assert found.keys() == {"7/exp_avg", "parts/0", "parts/1/0", "a/b", "a/b'", "__metadata__'"}
     assert torch.equal(found["7/exp_avg"], STATE[7]["exp_avg"])
 
 

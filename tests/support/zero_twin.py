@@ -154,12 +154,17 @@ def equal_states(mine: dict[int, dict[str, Any]], theirs: dict[int, dict[str, An
 
 
 def clip(parameters: Iterable[torch.Tensor], limit: float) -> None:
-    """By a norm that is summed in double; what has no gradient has zeros."""
-    trained = [p for p in parameters if p.requires_grad]
-    for p in trained:
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    norm = torch.stack([p.grad.double().square().sum() for p in trained if p.grad is not None])
-    torch.nn.utils.clip_grads_with_norm_(trained, limit, norm.sum().sqrt().float())
+    """By a norm that is summed in double."""
+    found = {p: p.grad for p in parameters if p.grad is not None}
+    norm = torch.stack([g.double().square().sum() for g in found.values()])
+    torch.nn.utils.clip_grads_with_norm_(found, limit, norm.sum().sqrt().float())
+
+
+def fill(parameters: Iterable[torch.Tensor]) -> None:
+    """With gradients of zero where there are none, which a model streamed over ranks takes."""
+    for p in parameters:
+        if p.requires_grad and p.grad is None:
+            p.grad = torch.zeros_like(p)
 
 
 class Masters:

@@ -74,6 +74,69 @@ def test_equals_the_optimizer_in_memory(store, options):
     check(net, optimizer, other, twin)
 
 
+USED = [(0, 1), (0,), (1, 0), (1,), (2, 0), (0, 1, 2), (2,)]  # in each step
+
+
+class InTurn(torch.nn.Module):
+    """Layers of which each step uses some; one of them comes late, one never."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(24, 24) for _ in range(4))
+
+    def forward(self, x, step):
+        for layer in USED[step]:
+            x = self.layers[layer](x)
+        return x
+
+    def learn(self, optimizer, steps, limit=None):
+        for step in steps:
+            x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
+            self(x, step).square().mean().backward()
+            if limit:
+                clip(self.parameters(), limit)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}  # its first step differs
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "options"),
+    [
+        (torch.optim.AdamW, {"lr": 0.1}, {}),
+        (torch.optim.AdamW, {"lr": 0.1}, {"gradients": "store", "max_grad_norm": 0.05}),
+        (torch.optim.AdamW, {"lr": 0.1}, {"gradients": "delayed"}),
+        (torch.optim.SGD, SGD, {"chunk_mb": 0.003}),
+    ],
+    ids=["", "in the store, clipped", "delayed", "cut"],
+)
+def test_layers_used_in_turn_have_the_steps_of_the_optimizer_in_memory(
+    tmp_path, kind, settings, options
+):
+    """Also from a commit, before some of the layers were used, and from the plain state."""
+    other, half = InTurn(), len(USED) // 2
+    twin = kind(other.parameters(), **settings)
+    delayed = options.get("gradients") == "delayed"
+    for steps in (range(half), range(half, len(USED))):
+        other.learn(twin, steps, options.get("max_grad_norm"))
+        net = InTurn()
+        with open_store(tmp_path / "store") as store:
+            optimizer = commpress.Offloaded(
+                net.parameters(), kind, store=store, **settings, **options
+            )
+            for step in steps:  # of a delayed one, none is late
+                net.learn(optimizer, [step])
+                optimizer.finish() if delayed else None
+            check(net, optimizer, other, twin)
+            optimizer.load_state_dict(twin.state_dict())
+            check(net, optimizer, other, twin)
+            optimizer.commit()
+            optimizer.close()
+
+
 def test_half_precision_has_its_master_in_the_store(store):
     net, other = model().bfloat16(), model().bfloat16()
     optimizer, twin = offloaded(net, store), Masters(other.parameters(), **OPTIONS)

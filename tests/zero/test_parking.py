@@ -302,6 +302,20 @@ def test_while_parked_model_and_optimizer_are_refused(tmp_path):
     assert type(optimizer.state).__name__ == "defaultdict"
 
 
+def test_a_model_that_was_converted_while_it_had_no_values_is_refused(tmp_path):
+    model, optimizer = made(parts=[0])
+    wanted = state_of(model, optimizer)
+    park = commpress.parked(model, optimizer, store=tmp_path / "park")
+    park.park()
+    model.double()
+    with pytest.raises(StateMismatch, match=r"'words\.weight' was replaced while it was parked"):
+        park.wake()
+    park.settle()
+    other, loaded = made(parts=[0])
+    commpress.load_parked(other, loaded, store=tmp_path / "park")
+    equal(state_of(other, loaded), wanted)
+
+
 def test_an_exception_wakes_too(tmp_path):
     model, optimizer = made(parts=[0])
     wanted = state_of(model, optimizer)
@@ -456,6 +470,10 @@ def test_schedules_are_saved_and_stay(tmp_path):
     park.settle()
     other, loaded = made(parts=[1])
     again = torch.optim.lr_scheduler.OneCycleLR(loaded, 0.1, total_steps=9)
+    before = state_of(other, loaded)
+    with pytest.raises(StateMismatch, match=r"others\[1\] is not an optimizer's.* same order"):
+        commpress.load_parked(other, again, loaded, store=tmp_path / "park")
+    equal(state_of(other, loaded), before)
     commpress.load_parked(other, loaded, again, store=tmp_path / "park")
     assert again.state_dict() == schedule.state_dict()
     equal(loaded.state_dict(), optimizer.state_dict())

@@ -15,7 +15,7 @@ from small_store import open_store
 from state_worlds import apart
 from stream_twin import OPTIONS, Words, groups, loss_of, made, offloaded, train
 from variants import first, seldom
-from zero_twin import Masters, clip
+from zero_twin import Masters, clip, fill
 
 
 @pytest.fixture
@@ -291,6 +291,7 @@ def with_ddp(steps):
         losses.append(loss.item())
         for p in net.parameters():
             p.grad = sums.get(p)
+        fill(net.parameters())
         clip(net.parameters(), 0.5)
         optimizer.step()
     return net.state_dict(), losses

@@ -28,7 +28,7 @@ from stream_twin import (
     untied,
 )
 from variants import first, seldom
-from zero_twin import Masters, clip
+from zero_twin import Masters, clip, fill
 
 PARTS = 3
 
@@ -589,6 +589,7 @@ def with_ddp(steps, make):
             loss = loss_of(ddp, step, part, rank)
             loss.backward()
             losses[-1].append(loss.item())
+        fill(net.parameters())
         clip(net.parameters(), 0.5)
         optimizer.step()
     return net.state_dict(), losses
