@@ -373,15 +373,22 @@ def flat_mesh(mesh: Any) -> Any:
 
 
 def fsdp_communication() -> tuple[type, type]:
-    """Return the base classes of FSDP2's custom all-gather and reduce-scatter."""
+    """Return the base classes of FSDP2's custom all-gather and reduce-scatter; ``object`` where
+    torch has none."""
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-    except ImportError as error:
+    except ImportError:
+        return object, object
+    return AllGather, ReduceScatter
+
+
+def check_fsdp() -> None:
+    """Raise ``MissingPackage`` if FSDP2 of this torch takes no custom communication."""
+    if fsdp_communication()[0] is object:
         raise MissingPackage(
             "FSDP2 takes custom communication since torch 2.9, this is "
             f"{torch.__version__}: pip install --upgrade torch"
-        ) from error
-    return AllGather, ReduceScatter
+        )
 
 
 def fsdp_mesh(group: Any) -> Any:

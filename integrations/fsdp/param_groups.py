@@ -19,7 +19,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from commpress.collectives.reduce_scatter import Part
 from commpress.errors import InvalidArgument
-from commpress.torch_private import fsdp_groups, fsdp_mesh, fsdp_shapes, take_loaded_parameters
+from commpress.torch_private import (
+    check_fsdp,
+    fsdp_groups,
+    fsdp_mesh,
+    fsdp_shapes,
+    take_loaded_parameters,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +139,7 @@ class ParamGroup:
 
 def param_groups_of(model: torch.nn.Module) -> list[ParamGroup]:
     """All groups of ``model`` that have parameters, outermost first."""
+    check_fsdp()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: list[ParamGroup] = []
     known: set[int] = set()  # modules given to one fully_shard call share its group

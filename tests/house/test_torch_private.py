@@ -162,7 +162,9 @@ def test_the_refusing_backend_refuses():
 @pytest.mark.skipif(FSDP2, reason="this torch takes custom communication")
 def test_fsdp2_of_old_is_refused():
     with pytest.raises(MissingPackage, match=r"since torch 2\.9"):
-        torch_private.fsdp_communication()
+        torch_private.check_fsdp()
+    with pytest.raises(MissingPackage, match=r"since torch 2\.9"):
+        commpress.compress_fsdp(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.skipif(not FSDP2, reason="FSDP2 takes custom communication since torch 2.9")
