@@ -149,7 +149,8 @@ def forget_meshes() -> None:
         return
     from torch.distributed.tensor import DTensor, _redistribute
 
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    rules = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+    getattr(rules, "cache", rules).cache_clear()  # torch 2.8 wraps it
     for clear in (
         getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None),
         getattr(_redistribute, "clear_redistribute_planner_cache", None),
