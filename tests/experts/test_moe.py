@@ -252,6 +252,28 @@ def test_experts_train_as_in_one_process_beside_what_averages_the_rest(pool, tra
     assert all(seen is None or abs(seen - norm) < 1e-5 for seen in norms)
 
 
+def of_a_spoilt_step(on_nonfinite):
+    model = net()
+    ddp = DistributedDataParallel(model)
+    state = commpress.compress(ddp, "int8", min_numel=1, on_nonfinite=on_nonfinite)
+    for spoilt in (False, True):  # gradients of an earlier step are there already
+        batch = batch_of(dist.get_rank(), 0)
+        if spoilt and dist.get_rank():
+            batch[0, 0] = float("nan")
+        ddp(batch).square().mean().backward()
+    return state.counters.skipped_steps, {
+        name: p.grad.unique().tolist() for name, p in model.named_parameters()
+    }
+
+
+def test_a_step_that_is_left_out_leaves_out_the_experts_too(pool):
+    for skipped, gradients in pool.run(of_a_spoilt_step, "skip", size=2):
+        assert skipped == 1
+        assert all(each == [0.0] for each in gradients.values())
+    for _, gradients in pool.run(of_a_spoilt_step, "propagate", size=2):
+        assert all(np.isnan(each).all() for each in gradients.values())
+
+
 def in_local_updates():
     model = net()
     inner = torch.optim.AdamW(model.parameters(), **OPTIONS)
