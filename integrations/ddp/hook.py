@@ -219,11 +219,12 @@ def compressed_allreduce_hook(
 class Backward(Round):
     """Round of the buckets of one backward, with the job submitted for each."""
 
+    apart: Sequence[torch.nn.Parameter] = ()  # not averaged, but left out with the rest
+    instead = 0.0  # of gradients of a step that is left out
+
     def __init__(self, number: int = 0, **options: Any) -> None:
         super().__init__(number, **options)
         self.submitted: list[torch.futures.Future[Any]] = []
-        self.apart: Sequence[torch.nn.Parameter] = ()  # not averaged, but left out with the rest
-        self.instead = 0.0  # of gradients of a step that is left out
 
     def raise_errors(self) -> None:
         """Raise errors at the end of this backward, with their own types. Called once, inside the
@@ -247,13 +248,16 @@ class Backward(Round):
             except Exception as error:
                 self.fail(error)
         if not self.finite:
-            for gradient in [p.grad for p in self.apart if p.grad is not None]:
-                gradient.detach().fill_(self.instead)
-        if self.error is None:
-            return
-        if torch._C._current_graph_task_id() < 0:
-            raise self.error
-        Variable._execution_engine.queue_callback(self._raise)
+            self._leave_out()
+        if self.error is not None:
+            if torch._C._current_graph_task_id() < 0:
+                raise self.error
+            Variable._execution_engine.queue_callback(self._raise)
+
+    def _leave_out(self) -> None:
+        """Replace the gradients of experts, which are there only now."""
+        for gradient in [p.grad for p in self.apart if p.grad is not None]:
+            gradient.detach().fill_(self.instead)
 
     def _raise(self) -> None:
         if self.error is not None:
@@ -679,7 +683,7 @@ class CompressedState(Stateful):
         self,
         bucket: torch.Tensor,
         exchange: Exchange,
-        round: Backward,
+        round: Round,
         sequence: int,
         *,
         late: bool = False,
@@ -716,7 +720,7 @@ class CompressedState(Stateful):
         yield from self._end(bucket, finite, [*outcomes, *paid], round)
 
     def _averaged(
-        self, bucket: torch.Tensor, begin: Callable[[], Work], round: Backward
+        self, bucket: torch.Tensor, begin: Callable[[], Work], round: Round
     ) -> Steps[None]:
         """Average a bucket by torch's own all-reduce; values that are not finite stay in an
         uncompressed step.
@@ -729,11 +733,7 @@ class CompressedState(Stateful):
         yield from self._end(bucket, finite, [], round)
 
     def _end(
-        self,
-        bucket: torch.Tensor | None,
-        finite: bool,
-        outcomes: Sequence[Settled],
-        round: Backward,
+        self, bucket: torch.Tensor | None, finite: bool, outcomes: Sequence[Settled], round: Round
     ) -> Steps[None]:
         """End a bucket whose means have arrived; the last one commits or discards the whole
         backward."""
@@ -751,7 +751,7 @@ class CompressedState(Stateful):
             self._told = True
             self.counters.say(self.channel.rank, wanted=not self._uncompressed)
 
-    def _replace_nonfinite(self, round: Backward) -> None:
+    def _replace_nonfinite(self, round: Any) -> None:
         value = 0.0
         if self.grad_scaler or self.on_nonfinite == "propagate":
             value = inf if self.grad_scaler else nan

@@ -211,7 +211,7 @@ def with_options(file, function, options, *args):
 
 
 def reentrant_backwards():
-    """What two checkpoints with blocks of one length got."""
+    """Gradients that two checkpoints with blocks of one length got."""
     rank, results = dist.get_rank(), []
 
     def block(x, i):
