@@ -50,6 +50,26 @@ adam: Callable[..., None] = (
 ENDLESS = 1e9  # steps after which a bias correction is exactly 1
 
 
+# ---------------------------------------------------------------- autograd
+
+
+_BACKWARDS = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
+_NODE: Any = torch.autograd.function.BackwardCFunction.apply
+_NODE_CODE = _NODE.__code__
+
+
+def in_nested_backward() -> bool:
+    """Return whether this thread runs a backward that the backward of an autograd function has
+    called, as reentrant checkpoints do. Torch itself tells no backward from another."""
+    frame, inside = inspect.currentframe(), False
+    while frame is not None:
+        if inside and frame.f_code is _NODE_CODE:
+            return True
+        inside |= frame.f_code in _BACKWARDS
+        frame = frame.f_back
+    return False
+
+
 # ---------------------------------------------------------------- streams
 
 

@@ -55,6 +55,7 @@ from commpress.integrations.ddp.names import ParameterNames, averaged_parameters
 from commpress.integrations.ddp.stragglers import OWED, OWING, Stragglers, check_model, check_wait
 from commpress.kernels.pieces import NUMEL, RESIDUAL
 from commpress.logs import warn_on_first
+from commpress.optim.layout import held_of
 from commpress.torch_private import LossScale, check_unhooked, check_wrapped
 from commpress.work import Done, Steps, Work, run
 
@@ -169,6 +170,11 @@ def compress(
         topology=topology,
         **options,
     )
+    state.apart = [
+        p
+        for name, p in ddp.module.named_parameters()
+        if name in ddp.parameters_to_ignore and held_of(p) is not None
+    ]
     if state.compresses:
         ddp.register_comm_hook(state, compressed_allreduce_hook)
     return state
@@ -213,6 +219,9 @@ def compressed_allreduce_hook(
 class Backward(Round):
     """Round of the buckets of one backward, with the job submitted for each."""
 
+    apart: Sequence[torch.nn.Parameter] = ()  # not averaged, but left out with the rest
+    instead = 0.0  # of gradients of a step that is left out
+
     def __init__(self, number: int = 0, **options: Any) -> None:
         super().__init__(number, **options)
         self.submitted: list[torch.futures.Future[Any]] = []
@@ -238,11 +247,17 @@ class Backward(Round):
                 future.wait()
             except Exception as error:
                 self.fail(error)
-        if self.error is None:
-            return
-        if torch._C._current_graph_task_id() < 0:
-            raise self.error
-        Variable._execution_engine.queue_callback(self._raise)
+        if not self.finite:
+            self._leave_out()
+        if self.error is not None:
+            if torch._C._current_graph_task_id() < 0:
+                raise self.error
+            Variable._execution_engine.queue_callback(self._raise)
+
+    def _leave_out(self) -> None:
+        """Replace the gradients of experts, which are there only now."""
+        for gradient in [p.grad for p in self.apart if p.grad is not None]:
+            gradient.detach().fill_(self.instead)
 
     def _raise(self) -> None:
         if self.error is not None:
@@ -263,7 +278,8 @@ class CompressedState(Stateful):
       which does not converge.
     - ``on_nonfinite``: "skip" (default) replaces all gradients of that step by zeros on all ranks,
       warns and counts; "propagate" by NaN, for code that tests them; "raise" raises
-      NonFiniteGradient on all ranks. No residual changes.
+      NonFiniteGradient on all ranks. No residual changes. Of one rank, and in steps without
+      compression ("auto", a plan or an alarm may take such), gradients stay as they are.
     - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal, if these are
       more than the ranks of ``process_group``: with tensor parallelism the whole mesh. A value that
       is not finite on one of them makes all buckets of that step zeros on all of them, or raises on
@@ -374,6 +390,8 @@ class CompressedState(Stateful):
         # the next step, exact or without messages, must apply the residuals
         self._owing = False
         self._backward: Backward | None = None
+        # experts on this rank alone, whose gradients no bucket has
+        self.apart: Sequence[torch.nn.Parameter] = ()
         self.handover = Handover(self.channel)
         if wait is not None:
             self._check_parts(policy)
@@ -594,6 +612,7 @@ class CompressedState(Stateful):
         """Begin a backward; drop what an aborted one has left."""
         before = self._backward
         self._backward = Backward(self.step, consensus=self.consensus, counts=self.handover)
+        self._backward.apart = self.apart
         if before is not None:
             before.abandon()
         if self.step < self._now.until:
@@ -732,10 +751,11 @@ class CompressedState(Stateful):
             self._told = True
             self.counters.say(self.channel.rank, wanted=not self._uncompressed)
 
-    def _replace_nonfinite(self, round: Round) -> None:
+    def _replace_nonfinite(self, round: Any) -> None:
         value = 0.0
         if self.grad_scaler or self.on_nonfinite == "propagate":
             value = inf if self.grad_scaler else nan
+        round.instead = value
         for buffer in round.buffers:
             values_of(buffer).fill_(value)
         self.counters.skipped_buckets += len(round.buffers)

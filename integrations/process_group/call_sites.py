@@ -7,7 +7,8 @@ After DDP has rebuilt its buckets, at its first step, sites change and the resid
 dropped. The hook (``commpress.compress``) keys residuals by parameter and loses nothing. Two models
 need two groups. Outside a backward there is no such order: a metric between two gradients would
 receive the residual of another tensor. Reductions there are compressed without residuals, by codecs
-that need none (``GroupOptions``), and so is every all-gather.
+that need none (``GroupOptions``), and so is every all-gather. Nor is there one in a backward that
+another backward calls, as reentrant checkpoints do: each counts from 0. Reductions there are exact.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,16 +48,15 @@ class Site:
 
 def reduce_site(name: str, exchange: Exchange) -> Site:
     """All-reduces, in one level or two."""
-    floats = _scratch()
 
     def run(
         channel: Channel, inp: torch.Tensor, out: torch.Tensor, call: Call, factor: int
     ) -> Steps[bool]:
-        buffer = floats(inp)
-        if buffer.data_ptr() != inp.data_ptr():
+        buffer = _floats(inp, call.workspace)
+        if buffer.dtype != inp.dtype:
             buffer.copy_(inp.view(-1))
         outcomes = yield from exchange.steps(channel, buffer, call)
-        return _taken(outcomes, buffer, out, factor)
+        return _taken(outcomes, buffer, out, factor, call.workspace)
 
     return Site(name, exchange.sequences, exchange.waits, run, exchange.forget)
 
@@ -65,14 +65,13 @@ def scatter_site(
     name: str, plan: Sequence[Deal], feedbacks: Sequence[ErrorFeedback | None]
 ) -> Site:
     """Reduce-scatters."""
-    floats = _scratch()
 
     def run(
         channel: Channel, inp: torch.Tensor, out: torch.Tensor, call: Call, factor: int
     ) -> Steps[bool]:
-        mean = floats(out)
+        mean = _floats(out, call.workspace)
         outcomes = yield from reduce_rows(inp.view(-1), mean, feedbacks, plan, call)
-        return _taken(outcomes, mean, out, factor)
+        return _taken(outcomes, mean, out, factor, call.workspace)
 
     return _dealt(name, plan, run)
 
@@ -116,22 +115,21 @@ def _dealt(name: str, plan: Sequence[Deal], run: Run) -> Site:
     return Site(name, len(plan), len(plan), run, forget)
 
 
-def _scratch() -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that returns a flat tensor, or a float32 scratch of its length if it has
-    another dtype."""
-    kept: list[torch.Tensor] = []
-
-    def floats(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype == torch.float32:
-            return tensor.view(-1)
-        if not kept:
-            kept.append(torch.empty(tensor.numel(), device=tensor.device))
-        return kept[0]
-
-    return floats
+def _floats(tensor: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    """Return a tensor flat, or a borrowed float32 buffer of its length if it has another dtype: one
+    for each call, since calls of one site may overlap outside a backward."""
+    if tensor.dtype == torch.float32:
+        return tensor.view(-1)
+    return workspace.borrow(tensor.numel(), torch.float32, tensor.device)
 
 
-def _taken(outcomes: list[Outcome], mean: torch.Tensor, out: torch.Tensor, factor: int) -> bool:
+def _taken(
+    outcomes: list[Outcome],
+    mean: torch.Tensor,
+    out: torch.Tensor,
+    factor: int,
+    workspace: Workspace,
+) -> bool:
     """Commit or discard a reduction; set ``out`` to ``factor`` times the mean, or NaN."""
     finite = all(outcome.finite for outcome in outcomes)
     if finite:
@@ -142,4 +140,6 @@ def _taken(outcomes: list[Outcome], mean: torch.Tensor, out: torch.Tensor, facto
     else:
         out.fill_(float("nan"))
     settle(outcomes, taken=finite)
+    if mean.dtype != out.dtype:
+        workspace.give_back(mean)
     return finite

@@ -58,11 +58,14 @@ from commpress.integrations.process_group.call_sites import (
     scatter_site,
 )
 from commpress.integrations.process_group.group_options import GroupOptions
+from commpress.logs import warn_on_first
+from commpress.torch_private import in_nested_backward
 from commpress.totals import Totals
 from commpress.work import Steps, future_on
 
 KEPT_BACKWARDS = 8  # backwards without a call of a site before it is dropped
 USUAL = (25 << 20) // 4  # elements of DDP's usual bucket
+NESTED = "in a backward within another"
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
 _SITES = {"all_reduce": "call", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
 
@@ -163,6 +166,13 @@ class GroupReducer(Stateful):
         if reason is None:
             return self._codecs[name].spec
         if name == "all_reduce" or name in self._codecs:
+            if reason == NESTED and NESTED not in self.counters.exact_calls:
+                warn_on_first(
+                    self.rank,
+                    "gradients of reentrant checkpoints are not compressed, because their backward "
+                    "has no fixed order of calls: pass use_reentrant=False to the checkpoints, or "
+                    "use commpress.compress(ddp, codec=...) or compress_fsdp",
+                )
             self.left_alone(tensors[:1], reason)
         return ""
 
@@ -197,7 +207,9 @@ class GroupReducer(Stateful):
             return "layout or device"
         if isinstance(self._codecs[name], ExponentCodec) and not codes_exactly(tensors[0]):
             return "dtype" if tensors[0].device.type == "cpu" else "layout or device"
-        return "small" if name != "all_to_all" and numel < options.min_numel else None
+        if name != "all_to_all" and numel < options.min_numel:
+            return "small"
+        return NESTED if name in _REDUCTIONS and in_nested_backward() else None
 
     # ------------------------------------------------------------ one call
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -250,6 +251,55 @@ def test_experts_train_as_in_one_process_beside_what_averages_the_rest(pool, tra
     norms, found = zip(*pool.run(train), strict=True)
     norm = assert_as_one_process(found)
     assert all(seen is None or abs(seen - norm) < 1e-5 for seen in norms)
+
+
+def of_a_spoilt_step(on_nonfinite):
+    model = net()
+    ddp = DistributedDataParallel(model)
+    state = commpress.compress(ddp, "int8", min_numel=1, on_nonfinite=on_nonfinite)
+    for spoilt in (False, True):  # gradients of an earlier step are there already
+        batch = batch_of(dist.get_rank(), 0)
+        if spoilt and dist.get_rank():
+            batch[0, 0] = float("nan")
+        ddp(batch).square().mean().backward()
+    return state.counters.skipped_steps, {
+        name: p.grad.unique().tolist() for name, p in model.named_parameters()
+    }
+
+
+def test_a_step_that_is_left_out_leaves_out_the_experts_too(pool):
+    for skipped, gradients in pool.run(of_a_spoilt_step, "skip", size=2):
+        assert skipped == 1
+        assert all(each == [0.0] for each in gradients.values())
+    for _, gradients in pool.run(of_a_spoilt_step, "propagate", size=2):
+        assert all(np.isnan(each).all() for each in gradients.values())
+
+
+def overflowing():
+    """A run in which the gradient of an expert overflows on one rank alone, in its second step."""
+    model = net()
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
+    scaler = ShardedGradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
+    found = []
+    for step in range(3):
+        scaler.scale(ddp(batch_of(dist.get_rank(), step)).square().mean()).backward()
+        if step == 1 and dist.get_rank():
+            next(model.experts.parameters()).grad.view(-1)[0] = float("inf")
+        scaler.unscale_(optimizer)
+        commpress.moe.clip_grad_norm_(model.parameters(), LIMIT)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append((scaler.get_scale(), model.inner.weight.tolist()))
+    return found
+
+
+def test_a_sharded_scaler_leaves_out_a_step_on_all_ranks(pool):
+    first, second = pool.run(overflowing, size=2)
+    assert first == second
+    assert [scale for scale, _ in first] == [8.0, 4.0, 4.0]
+    assert first[0][1] == first[1][1] != first[2][1]
 
 
 def in_local_updates():

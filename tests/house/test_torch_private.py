@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+from torch.utils.checkpoint import checkpoint
 
 import commpress
 import commpress.backend
@@ -54,6 +55,31 @@ def test_adam_steps_as_the_optimizers_of_torch(decoupled):
             decoupled_weight_decay=decoupled,
         )
     assert torch.equal(ours, twin.detach())
+
+
+def test_a_backward_within_another_is_told_from_the_others():
+    """Checkpoints with use_reentrant=True begin one, and a function's own backward does not."""
+    found = []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            found.append(torch_private.in_nested_backward())
+            return gradient
+
+    def backward(reentrant):
+        x = torch.zeros(3, requires_grad=True)
+        checkpoint(Noted.apply, x, use_reentrant=reentrant).sum().backward()
+        torch.autograd.grad(Noted.apply(x).sum(), x)
+
+    backward(True)
+    backward(False)
+    assert found == [True, False, False, False]
+    assert not torch_private.in_nested_backward()
 
 
 def test_a_loss_scale_is_read_again_whenever_it_was_written():

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import commpress
 from commpress.codecs import SignCodec, policy_of
@@ -209,7 +210,60 @@ def with_options(file, function, options, *args):
     return as_world("commpress", file, function, *args, pg_options=options)
 
 
+def reentrant_backwards():
+    """Gradients that two checkpoints with blocks of one length got."""
+    rank, results = dist.get_rank(), []
+
+    def block(x, i):
+        return Reduce.apply(x, dist.ReduceOp.SUM) * gradient_of(rank, 0, i)
+
+    for _ in range(3):
+        inputs = [torch.zeros(300, requires_grad=True) for _ in range(2)]
+        made = [checkpoint(block, x, 2 * i, use_reentrant=True) for i, x in enumerate(inputs)]
+        (made[0] + made[1]).sum().backward()
+        results.append([x.grad for x in inputs])
+    return results, dist.group.WORLD.counters.as_dict()
+
+
+def test_backwards_of_reentrant_checkpoints_are_exact_and_counted(pool, tmp_path):
+    """Each is a backward of its own to torch, so the first call of one block and that of another
+    would share a residual."""
+    for results, counters in pool.run(
+        with_options, f"{tmp_path}/file", reentrant_backwards, GroupOptions("sign", 1), size=2
+    ):
+        for got in results:
+            for i in range(2):
+                assert torch.equal(got[i], gradient_of(0, 0, 2 * i) + gradient_of(1, 0, 2 * i))
+        assert counters["exact_calls"] == {"in a backward within another": 6}
+        assert counters["compressed_calls"] == 0
+
+
 # ---------------------------------------------------------------- everything
+
+
+def overlapping_calls():
+    """Two asynchronous calls of each kind with equal numbers, which bfloat16 has exactly."""
+    found = []
+    numel = (1 << 23) + 16  # more than a message, so that calls interleave
+    ones = torch.ones(numel, dtype=torch.bfloat16)
+    works, tensors = [], [ones.clone(), 4 * ones]
+    works += [dist.all_reduce(x, async_op=True) for x in tensors]
+    rows = [torch.empty(numel // 2, dtype=torch.bfloat16) for _ in range(2)]
+    for row, given in zip(rows, (ones, 4 * ones), strict=True):
+        works.append(reduce_scatter_single(row, given, async_op=True))
+    for work in works:
+        work.wait()
+    for tensor in (*tensors, *rows):
+        found.append(tensor.unique().tolist())
+    return found, dist.group.WORLD.counters.compressed_calls
+
+
+def test_overlapping_calls_of_one_length_stay_apart(pool, tmp_path):
+    options = GroupOptions("bf16", reduce_scatter="bf16", only="everything")
+    assert (
+        pool.run(with_options, f"{tmp_path}/file", overlapping_calls, options, size=2)
+        == [([[2.0], [8.0], [2.0], [8.0]], 4)] * 2
+    )
 
 
 def outside_of_backward():
