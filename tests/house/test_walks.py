@@ -92,8 +92,8 @@ def compressed_step(kind, options):
 @pytest.mark.parametrize(
     ("kind", "options", "files", "lines"),
     [
-        (commpress.OneBitAdam, {"exact_steps": 5}, 20, 1640),
-        (commpress.ZeroOneAdam, {}, 28, 2060),
+        (commpress.OneBitAdam, {"exact_steps": 5}, 20, 1670),
+        (commpress.ZeroOneAdam, {}, 28, 2085),
     ],
 )
 def test_a_compressed_step(pool, kind, options, files, lines):
@@ -135,4 +135,4 @@ def test_death_and_reform(mortal, tmp_path):
         "collectives/transports/epochs.py",
     } <= found.keys()
     assert len(found) <= 34
-    assert sum(map(len, found.values())) <= 3700
+    assert sum(map(len, found.values())) <= 3740
