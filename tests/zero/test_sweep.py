@@ -313,6 +313,8 @@ def test_updates_in_backward_equal_those_of_step(store):
         time.sleep(0.002),  # so that step finds some of them running
         run(chunk, later),
     )[-1]
+    update, read = optimizer._update, []
+    optimizer._update = lambda chunk, *rest: (read.append(chunk), update(chunk, *rest))[-1]
     for step in range(5):
         for group in (*optimizer.param_groups, *twin.param_groups):
             group["lr"] = OPTIONS["lr"] * 0.9**step
@@ -324,6 +326,7 @@ def test_updates_in_backward_equal_those_of_step(store):
         assert torch.equal(found["exp_avg_sq"], state["exp_avg_sq"])
     once = {chunk.values for chunk, _ in early}
     assert len(early) == 5 * len(once)
+    assert {read.count(chunk) for chunk in optimizer.chunks} == {5}, "each once a step"
     trained = {chunk.values for chunk in optimizer.chunks}
     blocks = [group for layer in net.layers for group in streamed.modules[layer].groups]
     assert once >= trained & {stored.name for group in blocks for stored in group.stored}
