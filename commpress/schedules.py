@@ -69,7 +69,7 @@ class Facts:
     def scatter(self, square: float, ranks: int, steps: float) -> None:
         """Record the square of the ranks' spread after a round of ``steps`` steps.
 
-        Independent changes of P ranks have one of P − 1; more is left out, as where they cancel.
+        Independent changes of P ranks give P − 1. More, as where changes cancel, is left out.
         """
         square = min(square, ranks - 1, WIDEST)
         self.spread += (square - self.spread) * min(steps / SPREAD, 1.0)

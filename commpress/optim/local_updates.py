@@ -532,7 +532,9 @@ class LocalUpdates(Stateful, torch.optim.Optimizer):
         squares = [each.square if each.finite else 0.0 for each in headers]
         # a low-rank mean is shorter than the mean, so that spread is a little too large
         fine, spread = any(squares) and self._fine(fragment, LowRankCodec), None
-        around, mean = self.outer.spread(exchange, fragment.work, weights, squares)
+        around, mean = 0.0, 0.0
+        if fine:
+            around, mean = self.outer.spread(exchange, fragment.work, weights, squares)
         if self.columns is not None:
             column = yield from self.columns.gathered([float(taken), float(fine), around, mean])
             taken, fine = bool(column[:, 0].all()), bool(column[:, 1].all())

@@ -751,11 +751,12 @@ class CompressedState(Stateful):
             self._told = True
             self.counters.say(self.channel.rank, wanted=not self._uncompressed)
 
-    def _replace_nonfinite(self, round: Any) -> None:
+    def _replace_nonfinite(self, round: Round) -> None:
         value = 0.0
         if self.grad_scaler or self.on_nonfinite == "propagate":
             value = inf if self.grad_scaler else nan
-        round.instead = value
+        if isinstance(round, Backward):
+            round.instead = value
         for buffer in round.buffers:
             values_of(buffer).fill_(value)
         self.counters.skipped_buckets += len(round.buffers)

@@ -341,10 +341,10 @@ class LocalTraining(_Beside):
         self._resume = _resumed(args, state) if state.global_step else None
         if self._resume is not None:
             load_experts(things["model"], self._optimizer, self._resume)
-        if place()[1] > 1:
-            self.handle = things["model"].register_forward_pre_hook(self.first_forward)
-        else:
+        if place()[1] == 1:  # with a wrapper, under a launcher, or without
             self._begin()
+        if dist.is_initialized():
+            self.handle = things["model"].register_forward_pre_hook(self.first_forward)
         if self.options.get("weight") == "tokens":
             self._counts = things["model"].register_forward_pre_hook(self._count, with_kwargs=True)
 
@@ -355,7 +355,8 @@ class LocalTraining(_Beside):
 
     def attach(self, ddp: DistributedDataParallel) -> None:
         keep_local(ddp)
-        self._begin()
+        if place()[1] > 1:
+            self._begin()
 
     def _begin(self) -> None:
         assert self._optimizer is not None

@@ -182,8 +182,9 @@ def test_what_needs_no_gradient_stays_as_it_is(cls, size):
 @some_sizes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_that_the_user_writes_between_steps_are_the_ones_that_train(cls, size, dtype):
-    """As by ``model.load_state_dict``: a step at rate zero then leaves every bit as written. Half
-    precision, and columns before rows as in channels_last, have float32 weights beside them."""
+    """Write as ``model.load_state_dict`` does: a step at rate zero then leaves every bit as
+    written. Half precision, and columns before rows as in channels_last, have float32 weights
+    beside them."""
     options = {"lr": 1e-3} | KINDS[cls]
     group = Replicas(lambda p, t: cls(p, transport=t, **options), size, dtype=dtype)
     for mine in group.parameters:
@@ -207,8 +208,7 @@ def test_weights_that_the_user_writes_between_steps_are_the_ones_that_train(cls,
 
 @pytest.mark.parametrize("cls", [OneBitAdam, ZeroOneAdam, OneBitLamb])
 def test_writing_the_same_weights_once_more_changes_no_bit_of_a_run(cls):
-    """As a model that is loaded after its optimizer: what rounding to half precision cut off
-    stays."""
+    """Load a model after its optimizer: what rounding to half precision cut off stays."""
 
     def run(*, again):
         options = {"lr": 1e-4} | KINDS[cls]

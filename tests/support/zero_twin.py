@@ -154,14 +154,14 @@ def equal_states(mine: dict[int, dict[str, Any]], theirs: dict[int, dict[str, An
 
 
 def clip(parameters: Iterable[torch.Tensor], limit: float) -> None:
-    """By a norm that is summed in double."""
+    """Clip by a norm that is summed in double."""
     found = {p: p.grad for p in parameters if p.grad is not None}
     norm = torch.stack([g.double().square().sum() for g in found.values()])
     torch.nn.utils.clip_grads_with_norm_(found, limit, norm.sum().sqrt().float())
 
 
 def fill(parameters: Iterable[torch.Tensor]) -> None:
-    """With gradients of zero where there are none, which a model streamed over ranks takes."""
+    """Set missing gradients to zero, as a model streamed over ranks does."""
     for p in parameters:
         if p.requires_grad and p.grad is None:
             p.grad = torch.zeros_like(p)

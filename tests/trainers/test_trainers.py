@@ -23,6 +23,15 @@ def test_local_updates_in_trainers_of_others(scripts, tmp_path):
     assert "all is well" in scripts.run(FOREIGN / "local_script.py", tmp_path, folder=tmp_path)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_trainer_takes_longer_steps_in_hidden_rounds_on_several_ranks(scripts, tmp_path, ranks):
+    """A launcher's only rank has DistributedDataParallel around its model, too."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    script = FOREIGN / "local_trainer_script.py"
+    assert "all is well" in scripts.run(script, tmp_path, folder=tmp_path, ranks=ranks)
+
+
 def test_accelerate(scripts, tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

@@ -238,7 +238,7 @@ def test_element_wise_optimizers_are_taken_and_give_the_same_bits(store, kind, o
 
 
 class Scaled(torch.nn.Module):
-    """As CLIP has it: a parameter that is a number, without a dimension."""
+    """Train a parameter that is a number, without a dimension, which CLIP has."""
 
     def __init__(self):
         super().__init__()

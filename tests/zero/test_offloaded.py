@@ -160,7 +160,7 @@ def test_an_optimizer_that_is_closed_writes_no_more(store):
 
 
 def test_a_state_that_was_loaded_is_committed_though_it_counts_no_steps(tmp_path):
-    """As that of SGD, whose moments would begin anew."""
+    """Load the moments of SGD, which would else begin anew."""
     net, options = torch.nn.Linear(8, 8), {"lr": 0.1, "momentum": 0.9}
     plain = torch.optim.SGD(net.parameters(), **options)
     net(torch.ones(2, 8)).square().mean().backward()

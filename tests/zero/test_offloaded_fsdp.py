@@ -51,7 +51,7 @@ def train(model, optimizer, first: int, last: int) -> list[float]:
 
 
 def clip(model) -> None:
-    """By a norm that is summed in double."""
+    """Clip by a norm that is summed in double."""
     gradients = [p.grad.to_local() for p in model.parameters()]
     total = torch.stack([g.double().square().sum() for g in gradients]).sum()
     dist.all_reduce(total)
